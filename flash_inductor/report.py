@@ -1,0 +1,81 @@
+"""What the matcher saw: one record per attention-like site, and the text and data made of them.  Torch-free."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention-like place in a captured graph.
+
+    ``reason`` is a sentence saying why a site was left alone, with the remedy if there is one; None if replaced.
+    """
+
+    node: str
+    form: str  # how the user wrote it: "sdpa", "softmax chain"
+    replaced: bool
+    spec: AttentionSpec | None = None
+    reason: str | None = None
+    location: str | None = None  # "file.py:12 in forward"
+    source: str | None = None  # the user's source line
+    module: str | None = None  # path of the nn.Module that owns the code
+    shapes: dict[str, str] = field(default_factory=dict)  # query, key, value -> "bf16[2, 8, 4096, 64]"
+    kernel: str | None = None  # what it will run as
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        data = asdict(self)
+        data["recognised_as"] = None if self.spec is None else self.spec.describe()
+        if self.spec is not None:
+            mask = self.spec.mask
+            data["spec"]["mask"] = {
+                k: v if v is None or isinstance(v, int) else str(v)
+                for k, v in (("lower", mask.lower), ("upper", mask.upper))
+            }
+        return data
+
+
+_lock = threading.Lock()
+_listeners: list[list[Site]] = []
+_compiled: list[Site] = []
+
+
+def record(site: Site) -> None:
+    """Called by the matcher for each site of each graph it is given, in any thread."""
+    with _lock:
+        _compiled.append(site)
+        for listener in _listeners:
+            listener.append(site)
+
+
+@contextmanager
+def collect() -> Iterator[list[Site]]:
+    """The sites recorded while the block runs, by any thread."""
+    sites: list[Site] = []
+    with _lock:
+        _listeners.append(sites)
+    try:
+        yield sites
+    finally:
+        with _lock:
+            _listeners[:] = [x for x in _listeners if x is not sites]
+
+
+def compiled_sites() -> list[Site]:
+    """All sites recorded in this process so far."""
+    with _lock:
+        return list(_compiled)
+
+
+def counters() -> dict[str, int]:
+    """Numbers of sites replaced and left alone in this process so far."""
+    sites = compiled_sites()
+    replaced = sum(s.replaced for s in sites)
+    return {"sites": len(sites), "replaced": replaced, "left_alone": len(sites) - replaced}
