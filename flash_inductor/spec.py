@@ -49,25 +49,18 @@ class MaskSpec:
         lower, upper = self.lower, self.upper
         if lower is None and upper is None:
             return {}
-        if lower is None:
-            symbolic_or_negative = not isinstance(upper, int) or upper < 0
-            if upper == 0 if isinstance(upper, int) else False:
-                return {"is_causal": True}
-            if symbolic_or_negative:
-                return {"is_causal": True, "diagonal": upper}
-            return {"window_right": upper}
-        if upper is None:
-            if isinstance(lower, int) and lower <= 0:
-                return {"window_left": -lower}
-            return {"window_left": 0, "diagonal": lower}
-        if isinstance(lower, int) and isinstance(upper, int):
-            if lower > upper:
-                raise ValueError(f"the band lower={lower} > upper={upper} sees nothing")
-            if lower <= 0 < upper:
-                return {"window_left": -lower, "window_right": upper}
-        kwargs: dict[str, Any] = {"is_causal": True, "window_left": upper - lower}
-        if not (isinstance(upper, int) and upper == 0):
-            kwargs["diagonal"] = upper
+        if isinstance(lower, int) and isinstance(upper, int) and lower > upper:
+            raise ValueError(f"the band lower={lower} > upper={upper} sees nothing")
+        # The diagonal is 0 where both distances from it are then known to be >= 0, else one of the bounds.
+        zero_ok = all(b is None or isinstance(b, int) for b in (lower, upper)) and (lower or 0) <= 0 <= (upper or 0)
+        diagonal = 0 if zero_ok else upper if upper is not None else lower
+        kwargs: dict[str, Any] = {} if zero_ok else {"diagonal": diagonal}
+        if lower is not None:
+            kwargs["window_left"] = diagonal - lower
+        if upper is diagonal or (zero_ok and upper == 0):
+            kwargs["is_causal"] = True
+        elif upper is not None:
+            kwargs["window_right"] = upper - diagonal
         return kwargs
 
     def __and__(self, other: MaskSpec) -> MaskSpec:
