@@ -1,0 +1,7 @@
+"""The op ``flashbwd::attn`` and everything PyTorch needs to know of it; importing this registers it."""
+
+from . import autograd, transforms
+from .layout import empty_like_layout
+from .library import attn, attn_backward
+
+__all__ = ["attn", "attn_backward", "autograd", "empty_like_layout", "transforms"]

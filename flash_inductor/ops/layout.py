@@ -1,0 +1,44 @@
+"""The stride contract of the op's outputs: one function for the fakes, the CPU and CUDA kernels and the lowering.
+
+The lowering reads it through ``node.meta["val"]`` of the fakes, so fake and real strides can't disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def memory_order(strides: Sequence[int | torch.SymInt], sizes: Sequence[int | torch.SymInt]) -> list[int]:
+    """The dims of a tensor from outermost to innermost in memory, as ``torch.empty_like`` orders them.
+
+    A stride of 0 (an expanded dim) says nothing about the order, so such a dim keeps its place among the others.
+    """
+    inner_first = list(range(len(strides)))[::-1]
+    for i in range(1, len(inner_first)):
+        current = i
+        for other in range(i - 1, -1, -1):
+            a, b = inner_first[other], inner_first[current]
+            if strides[a] == 0 or strides[b] == 0:
+                continue
+            if strides[a] > strides[b] or (strides[a] == strides[b] and sizes[a] > sizes[b]):
+                inner_first[other], inner_first[current] = b, a
+                current = other
+            elif strides[a] < strides[b]:
+                break
+    return inner_first[::-1]
+
+
+def empty_like_layout(x: Tensor, size: Sequence[int | torch.SymInt], dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised dense tensor of ``size`` with the stride order of ``x``.
+
+    ``torch.empty_like`` (what SDPA's output is) when the shape is that of ``x``; else its order of dims, dense.
+    ``size`` has as many dims as ``x``; ``dtype`` None means that of ``x``.
+    """
+    if tuple(size) == tuple(x.shape):
+        return torch.empty_like(x, dtype=dtype)
+    order = memory_order(x.stride(), x.shape)
+    position = [order.index(dim) for dim in range(x.dim())]
+    return torch.empty([size[dim] for dim in order], dtype=dtype or x.dtype, device=x.device).permute(position)
