@@ -1,0 +1,275 @@
+"""Attention backward in two deterministic parts: dQ per query tile, dK and dV per key tile.  No atomics.
+
+With p = exp(s - lse), dp = dO V^T and delta = rowsum(dO * O) - dLSE:  ds = p * (dp - delta) (times 1 - tanh^2 under a
+softcap), dQ = scale * ds K, dK = scale * ds^T Q, dV = p^T dO  (Dao, FlashAttention-2, alg. 2).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .blocks import LOG2E, band_mask, clamp_bounds, load_rows, store_rows, tanh, visible_range
+
+
+@triton.jit
+def _probs_and_grad(
+    s, dp, lse2, delta, keep, factor, cap_scale, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, MASK: tl.constexpr
+):
+    """p and ds from raw scores; keep is read only if MASK."""
+    if SOFTCAP:
+        t = tanh(s * cap_scale, FAST_TANH)
+        p = tl.exp2(t * factor - lse2)
+        ds = p * (dp - delta) * (1.0 - t * t)
+    else:
+        p = tl.exp2(s * factor - lse2)
+        ds = p * (dp - delta)
+    if MASK:  # both: a NaN in a masked K row makes s NaN, one in V makes dp NaN
+        p = tl.where(keep, p, 0.0)
+        ds = tl.where(keep, ds, 0.0)
+    return p, ds
+
+
+@triton.jit
+def _factors(sm_scale, softcap, SOFTCAP: tl.constexpr):
+    """(factor, cap_scale): base-2 scores are s * factor, or tanh(s * cap_scale) * factor under a softcap."""
+    if SOFTCAP:
+        factor = softcap * LOG2E
+        cap_scale = sm_scale / softcap
+    else:
+        factor = sm_scale * LOG2E
+        cap_scale = 0.0
+    return factor, cap_scale
+
+
+@triton.jit
+def _load_lse2(lse_ptr, offs, keep):
+    """Base-2 lse with +inf for rows that see nothing or don't exist, so that their probabilities come out 0."""
+    lse = tl.load(lse_ptr + offs, mask=keep, other=float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def _key_loop(
+    dq, q, do, lse2, delta, k_ptr, v_ptr, stride_kn, stride_vn, begin, stop, first, end, offs_m, kv_len, lower, upper,
+    factor, cap_scale,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    for n in tl.range(begin, stop, BLOCK_N):
+        n = tl.multiple_of(n, BLOCK_N)
+        k = load_rows(k_ptr, stride_kn, n, first, end, BLOCK_N, HEAD_DIM, BLOCK_D, MASK)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        v = load_rows(v_ptr, stride_vn, n, first, end, BLOCK_N, V_HEAD_DIM, BLOCK_DV, MASK)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        offs_n = n + tl.arange(0, BLOCK_N)
+        keep = band_mask(offs_m[:, None], offs_n[None, :], kv_len, lower, upper, HAS_LOWER, HAS_UPPER)
+        _, ds = _probs_and_grad(s, dp, lse2[:, None], delta[:, None], keep, factor, cap_scale, SOFTCAP, FAST_TANH, MASK)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def grad_query_tile(
+    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, stride_dom, stride_qm, stride_kn, stride_vn,
+    start_m, q_len, kv_len, lower, upper, sm_scale, softcap,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr,
+):  # fmt: skip
+    """dQ of query rows [start_m, start_m + BLOCK_M) of one head.
+
+    do_ptr [q_len, V_HEAD_DIM] (row stride stride_dom), lse_ptr and delta_ptr (fp32 [q_len], contiguous) point at this
+    (batch, query head); the rest as in ``forward.forward_tile``.  Returns fp32 [BLOCK_M, BLOCK_D]; rows that see
+    nothing are 0, rows past q_len are 0.
+
+    Keys that no row of the tile sees are never read.  A NaN or inf in a K row that some rows of the tile see and others
+    don't reaches the others too (0 * inf); one in V does not.
+    """
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    q = load_rows(q_ptr, stride_qm, start_m, 0, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    do = load_rows(do_ptr, stride_dom, start_m, 0, q_len, BLOCK_M, V_HEAD_DIM, BLOCK_DV, True)
+    lse2 = _load_lse2(lse_ptr, offs_m, offs_m < q_len)
+    delta = tl.load(delta_ptr + offs_m, mask=offs_m < q_len, other=0.0)
+    factor, cap_scale = _factors(sm_scale, softcap, SOFTCAP)
+    lower, upper = clamp_bounds(lower, upper, q_len, kv_len)
+    first, end, block_begin, full_begin, full_end = visible_range(
+        start_m, tl.minimum(start_m + BLOCK_M, q_len), kv_len, lower, upper, HAS_LOWER, HAS_UPPER, BLOCK_N
+    )
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if HAS_LOWER:
+        dq = _key_loop(
+            dq, q, do, lse2, delta, k_ptr, v_ptr, stride_kn, stride_vn, block_begin, tl.minimum(full_begin, end),
+            first, end, offs_m, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV,
+            BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, True,
+        )  # fmt: skip
+    dq = _key_loop(
+        dq, q, do, lse2, delta, k_ptr, v_ptr, stride_kn, stride_vn, full_begin, full_end,
+        first, end, offs_m, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV,
+        BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, False,
+    )  # fmt: skip
+    dq = _key_loop(
+        dq, q, do, lse2, delta, k_ptr, v_ptr, stride_kn, stride_vn, full_end, end,
+        first, end, offs_m, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV,
+        BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, True,
+    )  # fmt: skip
+    return dq * sm_scale
+
+
+@triton.jit
+def _query_loop(
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qm, stride_dom, begin, stop, first, end, offs_n,
+    q_len, kv_len, lower, upper, factor, cap_scale,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    for m in tl.range(begin, stop, BLOCK_M):
+        m = tl.multiple_of(m, BLOCK_M)
+        offs_m = m + tl.arange(0, BLOCK_M)
+        q = load_rows(q_ptr, stride_qm, m, first, end, BLOCK_M, HEAD_DIM, BLOCK_D, MASK)
+        # Keys in rows: then p and ds are already the left operands of dV and dK.
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        do = load_rows(do_ptr, stride_dom, m, first, end, BLOCK_M, V_HEAD_DIM, BLOCK_DV, MASK)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        if MASK:
+            lse2 = _load_lse2(lse_ptr, offs_m, offs_m < q_len)
+            delta = tl.load(delta_ptr + offs_m, mask=offs_m < q_len, other=0.0)
+        else:
+            lse2 = tl.load(lse_ptr + offs_m) * LOG2E
+            delta = tl.load(delta_ptr + offs_m)
+        keep = band_mask(offs_m[None, :], offs_n[:, None], kv_len, lower, upper, HAS_LOWER, HAS_UPPER)
+        keep = keep & (offs_m < q_len)[None, :]
+        p, ds = _probs_and_grad(s, dp, lse2[None, :], delta[None, :], keep, factor, cap_scale, SOFTCAP, FAST_TANH, MASK)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def grad_key_value_tile(
+    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr,
+    stride_doh, stride_dom, stride_qh, stride_qm, stride_kn, stride_vn, stride_lseh, stride_deltah,
+    start_n, group, q_len, kv_len, lower, upper, sm_scale, softcap,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of key rows [start_n, start_n + BLOCK_N) of one key/value head, summed over its query heads in fp32.
+
+    do_ptr, q_ptr, lse_ptr and delta_ptr point at this batch's first query head of the group, whose ``group`` heads lie
+    stride_doh / stride_qh / stride_lseh / stride_deltah elements apart; k_ptr and v_ptr at the key/value head.
+    The rest as in ``forward.forward_tile``.  Returns fp32 [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]; keys that no
+    query sees get 0, rows past kv_len are garbage.
+    """
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    k = load_rows(k_ptr, stride_kn, start_n, 0, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    v = load_rows(v_ptr, stride_vn, start_n, 0, kv_len, BLOCK_N, V_HEAD_DIM, BLOCK_DV, True)
+    factor, cap_scale = _factors(sm_scale, softcap, SOFTCAP)
+    lower, upper = clamp_bounds(lower, upper, q_len, kv_len)
+    # The same band seen from the keys: -upper <= i - j <= -lower.
+    first, end, block_begin, full_begin, full_end = visible_range(
+        start_n, tl.minimum(start_n + BLOCK_N, kv_len), q_len, -upper, -lower, HAS_UPPER, HAS_LOWER, BLOCK_M
+    )
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    for _ in range(group):
+        if HAS_UPPER:
+            dk, dv = _query_loop(
+                dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qm, stride_dom, block_begin,
+                tl.minimum(full_begin, end), first, end, offs_n, q_len, kv_len, lower, upper, factor, cap_scale,
+                HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
+                True,
+            )  # fmt: skip
+        dk, dv = _query_loop(
+            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qm, stride_dom, full_begin,
+            full_end, first, end, offs_n, q_len, kv_len, lower, upper, factor, cap_scale,
+            HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
+            False,
+        )  # fmt: skip
+        dk, dv = _query_loop(
+            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qm, stride_dom, full_end,
+            end, first, end, offs_n, q_len, kv_len, lower, upper, factor, cap_scale,
+            HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
+            True,
+        )  # fmt: skip
+        do_ptr += stride_doh
+        q_ptr += stride_qh
+        lse_ptr += stride_lseh
+        delta_ptr += stride_deltah
+    return dk * sm_scale, dv
+
+
+@triton.jit(do_not_specialize=[
+    "sdb", "sdh", "sdm", "sqb", "sqh", "sqm", "skb", "skh", "skn", "svb", "svh", "svn", "sgb", "sgh", "sgm",
+    "heads", "group", "q_len", "kv_len", "lower", "upper",
+])  # fmt: skip
+def grad_query_kernel(
+    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dq_ptr, sdb, sdh, sdm, sqb, sqh, sqm, skb, skh, skn, svb, svh, svn,
+    sgb, sgh, sgm, heads, group, q_len, kv_len, lower, upper, sm_scale, softcap,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Eager launch: grid (batch * heads * query tiles,).  ALIGN divides every stride, which lets loads be wide."""
+    tiles = tl.cdiv(q_len, BLOCK_M)
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    if HAS_UPPER:
+        tile = tiles - 1 - tile  # the last query tiles see the most keys: start them first
+    head = tl.cast((pid // tiles) % heads, tl.int64)
+    batch = tl.cast(pid // tiles // heads, tl.int64)
+    kv_head = head // group
+    sdb, sdh, sdm = sdb // ALIGN * ALIGN, sdh // ALIGN * ALIGN, sdm // ALIGN * ALIGN
+    sqb, sqh, sqm = sqb // ALIGN * ALIGN, sqh // ALIGN * ALIGN, sqm // ALIGN * ALIGN
+    skb, skh, skn = skb // ALIGN * ALIGN, skh // ALIGN * ALIGN, skn // ALIGN * ALIGN
+    svb, svh, svn = svb // ALIGN * ALIGN, svh // ALIGN * ALIGN, svn // ALIGN * ALIGN
+    row = (batch * heads + head) * q_len
+    start_m = tile * BLOCK_M
+    dq = grad_query_tile(
+        do_ptr + batch * sdb + head * sdh, q_ptr + batch * sqb + head * sqh, k_ptr + batch * skb + kv_head * skh,
+        v_ptr + batch * svb + kv_head * svh, lse_ptr + row, delta_ptr + row, sdm, sqm, skn, svn,
+        start_m, q_len, kv_len, lower, upper, sm_scale, softcap,
+        HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
+    )  # fmt: skip
+    store_rows(dq_ptr + batch * sgb + head * sgh, sgm // ALIGN * ALIGN, start_m, q_len, dq, BLOCK_M, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=[
+    "sdb", "sdh", "sdm", "sqb", "sqh", "sqm", "skb", "skh", "skn", "svb", "svh", "svn",
+    "sgkb", "sgkh", "sgkn", "sgvb", "sgvh", "sgvn", "heads", "group", "q_len", "kv_len", "lower", "upper",
+])  # fmt: skip
+def grad_key_value_kernel(
+    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    sdb, sdh, sdm, sqb, sqh, sqm, skb, skh, skn, svb, svh, svn, sgkb, sgkh, sgkn, sgvb, sgvh, sgvn,
+    heads, group, q_len, kv_len, lower, upper, sm_scale, softcap,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Eager launch: grid (batch * kv heads * key tiles,).  ``heads`` counts query heads.  Early key tiles, which the
+    most queries see under a causal mask, come first by themselves."""
+    tiles = tl.cdiv(kv_len, BLOCK_N)
+    kv_heads = heads // group
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    kv_head = tl.cast((pid // tiles) % kv_heads, tl.int64)
+    batch = tl.cast(pid // tiles // kv_heads, tl.int64)
+    head = kv_head * group
+    sdb, sdh, sdm = sdb // ALIGN * ALIGN, sdh // ALIGN * ALIGN, sdm // ALIGN * ALIGN
+    sqb, sqh, sqm = sqb // ALIGN * ALIGN, sqh // ALIGN * ALIGN, sqm // ALIGN * ALIGN
+    skb, skh, skn = skb // ALIGN * ALIGN, skh // ALIGN * ALIGN, skn // ALIGN * ALIGN
+    svb, svh, svn = svb // ALIGN * ALIGN, svh // ALIGN * ALIGN, svn // ALIGN * ALIGN
+    row = (batch * heads + head) * q_len
+    start_n = tile * BLOCK_N
+    dk, dv = grad_key_value_tile(
+        do_ptr + batch * sdb + head * sdh, q_ptr + batch * sqb + head * sqh, k_ptr + batch * skb + kv_head * skh,
+        v_ptr + batch * svb + kv_head * svh, lse_ptr + row, delta_ptr + row, sdh, sdm, sqh, sqm, skn, svn, q_len, q_len,
+        start_n, group, q_len, kv_len, lower, upper, sm_scale, softcap,
+        HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
+    )  # fmt: skip
+    dk_ptr += batch * sgkb + kv_head * sgkh
+    dv_ptr += batch * sgvb + kv_head * sgvh
+    store_rows(dk_ptr, sgkn // ALIGN * ALIGN, start_n, kv_len, dk, BLOCK_N, HEAD_DIM, BLOCK_D)
+    store_rows(dv_ptr, sgvn // ALIGN * ALIGN, start_n, kv_len, dv, BLOCK_N, V_HEAD_DIM, BLOCK_DV)

@@ -1,0 +1,97 @@
+"""Device helpers shared by the forward and backward tiles: block ranges of a band, tile loads, scores, tanh."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def clamp_bounds(lower, upper, q_len, kv_len):
+    """Band bounds as int32.  Clamping to the lengths changes no visible pair and keeps int32 sums from overflowing."""
+    lower = tl.minimum(tl.maximum(lower, -q_len), kv_len)
+    upper = tl.minimum(tl.maximum(upper, -q_len), kv_len)
+    return tl.cast(lower, tl.int32), tl.cast(upper, tl.int32)
+
+
+@triton.jit
+def visible_range(
+    own_first, own_end, other_len, lower, upper, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, STEP: tl.constexpr
+):
+    """Which positions ``j`` of the other sequence the rows ``i`` in [own_first, own_end) see: lower <= j - i <= upper.
+
+    Returns ``(first, end, block_begin, full_begin, full_end)``.  Some row sees each j in [first, end); blocks of STEP
+    start at block_begin; every row sees all of [full_begin, full_end), whose ends lie on block boundaries, so
+    [block_begin, full_begin) and [full_end, end) need a mask and the middle none.
+    """
+    first = 0
+    end = other_len
+    full_begin = 0
+    full_end = other_len
+    if HAS_LOWER:
+        first = tl.maximum(own_first + lower, 0)
+        full_begin = tl.maximum(own_end - 1 + lower, 0)
+    if HAS_UPPER:
+        end = tl.minimum(end, tl.maximum(own_end + upper, 0))
+        full_end = tl.minimum(full_end, tl.maximum(own_first + upper + 1, 0))
+    block_begin = (first // STEP) * STEP
+    full_begin = ((full_begin + STEP - 1) // STEP) * STEP
+    full_end = tl.maximum((full_end // STEP) * STEP, full_begin)
+    return first, end, block_begin, full_begin, full_end
+
+
+@triton.jit
+def load_rows(
+    ptr, stride, row, first, end, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASK: tl.constexpr
+):
+    """Rows [row, row + ROWS) of a matrix with a contiguous last dim, zero outside [first, end) (if MASK) and past DIM.
+
+    The 64-bit part of the offset is one scalar; offsets within the tile stay 32-bit.
+    """
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_DIM)
+    ptrs = ptr + tl.cast(row, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
+    if MASK:
+        keep = ((row + rows) >= first)[:, None] & ((row + rows) < end)[:, None]
+        if DIM != BLOCK_DIM:
+            keep = keep & (dims < DIM)[None, :]
+        tile = tl.load(ptrs, mask=keep, other=0.0)
+    elif DIM != BLOCK_DIM:
+        tile = tl.load(ptrs, mask=(dims < DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(ptrs)
+    return tile
+
+
+@triton.jit
+def store_rows(ptr, stride, row, end, tile, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Store the rows below ``end`` and the columns below DIM of a tile, in the pointer's dtype."""
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_DIM)
+    ptrs = ptr + tl.cast(row, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
+    keep = ((row + rows) < end)[:, None] & (dims < DIM)[None, :]
+    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def tanh(x, FAST: tl.constexpr):
+    """tanh in fp32.  FAST: the hardware's approximation (relative error 2**-11, CUDA only), else exact to ~1e-7."""
+    if FAST:
+        y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    return y
+
+
+@triton.jit
+def band_mask(rows, cols, kv_len, lower, upper, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr):
+    """True where query ``rows`` sees key ``cols`` (two index tensors that broadcast against each other)."""
+    keep = cols < kv_len
+    if HAS_LOWER:
+        keep = keep & (cols - rows >= lower)
+    if HAS_UPPER:
+        keep = keep & (cols - rows <= upper)
+    return keep

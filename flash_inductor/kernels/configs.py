@@ -1,0 +1,108 @@
+"""Tuning table: which tile sizes, warps and pipeline stages each kernel runs with.  Data, not code.
+
+The first config of an entry is what eager launches; the whole list is what autotuning tries.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Kind = Literal["fwd", "dq", "dkdv"]
+
+
+class Config(NamedTuple):
+    """Tile of query rows, tile of key rows, warps, software pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Tables go by the padded head dim (64 serves everything below it too).
+_HOPPER: dict[Kind, dict[int, tuple[Config, ...]]] = {
+    "fwd": {
+        64: (Config(128, 64, 4, 3), Config(64, 128, 4, 3), Config(128, 128, 8, 3), Config(128, 64, 8, 3)),
+        128: (Config(128, 64, 8, 3), Config(128, 128, 8, 2), Config(64, 128, 4, 2), Config(64, 64, 4, 3)),
+        256: (Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(128, 32, 8, 3)),
+    },
+    "dq": {
+        64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 3)),
+        128: (Config(64, 64, 4, 2), Config(128, 64, 8, 2), Config(64, 64, 4, 3)),
+        256: (Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(128, 32, 8, 2)),
+    },
+    "dkdv": {
+        64: (Config(64, 64, 4, 2), Config(64, 128, 8, 2), Config(64, 128, 4, 2)),
+        128: (Config(64, 64, 4, 2), Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
+        256: (Config(32, 64, 8, 2), Config(64, 64, 8, 1), Config(32, 64, 4, 2)),
+    },
+}
+_AMPERE: dict[Kind, dict[int, tuple[Config, ...]]] = {
+    "fwd": {
+        64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 32, 4, 3)),
+        128: (Config(128, 64, 8, 3), Config(64, 64, 4, 3), Config(128, 32, 4, 2)),
+        256: (Config(64, 32, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 1)),
+    },
+    "dq": {
+        64: (Config(64, 64, 4, 2), Config(128, 32, 4, 2)),
+        128: (Config(64, 32, 4, 2), Config(128, 32, 8, 2)),
+        256: (Config(64, 32, 8, 1), Config(32, 32, 4, 1)),
+    },
+    "dkdv": {
+        64: (Config(32, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 128, 8, 2)),
+        128: (Config(32, 64, 8, 2), Config(32, 64, 4, 2), Config(32, 128, 8, 2)),
+        256: (Config(32, 32, 8, 1), Config(16, 64, 8, 1)),
+    },
+}
+# What fits everything Triton runs on; fp32 inputs land here too.
+_SMALL: dict[Kind, dict[int, tuple[Config, ...]]] = {
+    "fwd": {
+        64: (Config(64, 32, 4, 2), Config(32, 32, 4, 1)),
+        128: (Config(64, 32, 4, 1),),
+        256: (Config(32, 16, 4, 1),),
+    },
+    "dq": {64: (Config(32, 32, 4, 1),), 128: (Config(32, 32, 4, 1),), 256: (Config(16, 16, 4, 1),)},
+    "dkdv": {64: (Config(32, 32, 4, 1),), 128: (Config(32, 32, 4, 1),), 256: (Config(16, 16, 4, 1),)},
+}
+
+
+def shared_memory_bytes(kind: Kind, config: Config, block_d: int, block_dv: int, itemsize: int) -> int:
+    """An estimate, from above on the architectures tried, of the shared memory a kernel asks for."""
+    m, n, _, stages = config
+    streamed = n if kind != "dkdv" else m
+    resident = m if kind != "dkdv" else n
+    dims = block_d + block_dv
+    kept = resident * (block_d if kind == "fwd" else dims)
+    exchanged = m * n if kind != "fwd" else 0
+    return itemsize * (kept + stages * streamed * dims + exchanged) + 2048
+
+
+def configs(
+    kind: Kind, capability: int, block_d: int, block_dv: int, itemsize: int, max_shared_memory: int | None = None
+) -> tuple[Config, ...]:
+    """The configs to try, best guess first; never empty.
+
+    Args:
+        kind: "fwd", "dq" or "dkdv".
+        capability: compute capability as major * 10 + minor (90 for H100), 0 if there is none.
+        block_d, block_dv: padded head dims of query/key and of value.
+        itemsize: bytes of an input element.
+        max_shared_memory: bytes a block may use; None means no limit.
+    """
+    bucket = max(64, block_d, block_dv)
+    if itemsize > 2:
+        tables = [_SMALL]
+    else:
+        tables = [_HOPPER if capability // 10 in (9, 10) else _AMPERE, _SMALL]
+    smallest = _SMALL[kind][bucket][-1]
+    if max_shared_memory is None:
+        return tables[0][kind][bucket]
+    for table in tables:
+        fitting = tuple(
+            c
+            for c in table[kind][bucket]
+            if shared_memory_bytes(kind, c, block_d, block_dv, itemsize) <= max_shared_memory
+        )
+        if fitting:
+            return fitting
+    return (smallest,)

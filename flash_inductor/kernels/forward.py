@@ -1,0 +1,150 @@
+"""Attention forward: one query tile against all keys it sees, online softmax in base 2 (Dao, FlashAttention-2, alg. 1).
+
+``forward_tile`` is called by the eager kernel below and by the Inductor template; it knows nothing of either.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .blocks import LN2, LOG2E, band_mask, clamp_bounds, load_rows, store_rows, tanh, visible_range
+
+
+@triton.jit
+def _key_loop(
+    acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, begin, stop, first, end, offs_m, kv_len, lower, upper,
+    factor, cap_scale,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    for n in tl.range(begin, stop, BLOCK_N):
+        n = tl.multiple_of(n, BLOCK_N)
+        k = load_rows(k_ptr, stride_kn, n, first, end, BLOCK_N, HEAD_DIM, BLOCK_D, MASK)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SOFTCAP:
+            s = tanh(s * cap_scale, FAST_TANH)
+        if MASK:
+            offs_n = n + tl.arange(0, BLOCK_N)
+            keep = band_mask(offs_m[:, None], offs_n[None, :], kv_len, lower, upper, HAS_LOWER, HAS_UPPER)
+            s = tl.where(keep, s, float("-inf"))
+        # The maximum is kept before the factor, so that scaling and subtraction are one fused multiply-add.
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+        shift = new_max * factor
+        if MASK:  # only here can a row have seen nothing yet, and -inf - -inf would be NaN
+            shift = tl.where(new_max == float("-inf"), 0.0, shift)
+        p = tl.exp2(s * factor - shift[:, None])
+        alpha = tl.exp2(row_max * factor - shift)
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = load_rows(v_ptr, stride_vn, n, first, end, BLOCK_N, V_HEAD_DIM, BLOCK_DV, MASK)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        row_max = new_max
+    return acc, row_sum, row_max
+
+
+@triton.jit
+def forward_tile(
+    q_ptr, k_ptr, v_ptr, stride_qm, stride_kn, stride_vn, start_m, q_len, kv_len, lower, upper, sm_scale, softcap,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr,
+):  # fmt: skip
+    """Attention of query rows [start_m, start_m + BLOCK_M) of one head.
+
+    Args:
+        q_ptr, k_ptr, v_ptr: first element of this (batch, head): [q_len, HEAD_DIM], [kv_len, HEAD_DIM],
+            [kv_len, V_HEAD_DIM], last dims contiguous.  k and v already point at the query head's key/value head.
+        stride_qm, stride_kn, stride_vn: row strides in elements.
+        start_m, q_len, kv_len: int32.
+        lower, upper: the band, query i sees key j iff lower <= j - i <= upper; read only if HAS_LOWER / HAS_UPPER
+            (pass 0 otherwise).  Any integers.
+        sm_scale, softcap: floats; softcap is read only if SOFTCAP (pass 0.0 otherwise).
+        BLOCK_D, BLOCK_DV: powers of two >= max(16, HEAD_DIM or V_HEAD_DIM).
+        PRECISION: input_precision of tl.dot ("ieee", "tf32", "tf32x3"); matters for fp32 inputs only.
+        FAST_TANH: use the hardware's tanh (CUDA only; error 2**-11, below bf16's rounding).
+
+    Returns:
+        acc: fp32 [BLOCK_M, BLOCK_DV], the normalised output; 0 for rows that see nothing.
+        lse: fp32 [BLOCK_M], natural log; -inf for rows that see nothing.  Rows past q_len are garbage, store neither.
+
+    Keys that no row of the tile sees are never read, so nothing in them can leak.  A NaN or inf in a V row that some
+    rows of the tile see and others don't reaches the others too (0 * inf); one in K does not.
+    """
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    # A negative scale would turn the maximum of the raw scores into the minimum: move the sign to q.  A zero scale
+    # would make -inf * 0; the tiny stand-in gives the same uniform softmax.
+    q = load_rows(q_ptr, stride_qm, start_m, 0, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    if SOFTCAP:
+        factor = softcap * LOG2E
+        cap_scale = sm_scale / softcap
+    else:
+        if sm_scale < 0:
+            q = -q
+        factor = tl.maximum(tl.abs(tl.cast(sm_scale, tl.float32)), 1e-30) * LOG2E
+        cap_scale = 0.0
+    lower, upper = clamp_bounds(lower, upper, q_len, kv_len)
+    last_m = tl.minimum(start_m + BLOCK_M, q_len)
+    first, end, block_begin, full_begin, full_end = visible_range(
+        start_m, last_m, kv_len, lower, upper, HAS_LOWER, HAS_UPPER, BLOCK_N
+    )
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if HAS_LOWER:
+        acc, row_sum, row_max = _key_loop(
+            acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, block_begin, tl.minimum(full_begin, end),
+            first, end, offs_m, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV,
+            BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, True,
+        )  # fmt: skip
+    acc, row_sum, row_max = _key_loop(
+        acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, full_begin, full_end,
+        first, end, offs_m, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV,
+        BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, False,
+    )  # fmt: skip
+    acc, row_sum, row_max = _key_loop(
+        acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, full_end, end,
+        first, end, offs_m, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV,
+        BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, True,
+    )  # fmt: skip
+    empty = row_max == float("-inf")
+    row_sum = tl.where(empty, 1.0, row_sum)
+    lse = tl.where(empty, float("-inf"), (row_max * factor + tl.log2(row_sum)) * LN2)
+    return acc / row_sum[:, None], lse
+
+
+@triton.jit(do_not_specialize=[
+    "sqb", "sqh", "sqm", "skb", "skh", "skn", "svb", "svh", "svn", "sob", "soh", "som",
+    "heads", "group", "q_len", "kv_len", "lower", "upper",
+])  # fmt: skip
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sqb, sqh, sqm, skb, skh, skn, svb, svh, svn, sob, soh, som,
+    heads, group, q_len, kv_len, lower, upper, sm_scale, softcap,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Eager launch: grid (batch * heads * query tiles,).  ALIGN divides every stride, which lets loads be wide."""
+    tiles = tl.cdiv(q_len, BLOCK_M)
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    if HAS_UPPER:
+        tile = tiles - 1 - tile  # the last query tiles see the most keys: start them first
+    head = (pid // tiles) % heads
+    batch = tl.cast(pid // tiles // heads, tl.int64)
+    kv_head = head // group
+    sqb, sqh, sqm = sqb // ALIGN * ALIGN, sqh // ALIGN * ALIGN, sqm // ALIGN * ALIGN
+    skb, skh, skn = skb // ALIGN * ALIGN, skh // ALIGN * ALIGN, skn // ALIGN * ALIGN
+    svb, svh, svn = svb // ALIGN * ALIGN, svh // ALIGN * ALIGN, svn // ALIGN * ALIGN
+    start_m = tile * BLOCK_M
+    acc, lse = forward_tile(
+        q_ptr + batch * sqb + tl.cast(head, tl.int64) * sqh, k_ptr + batch * skb + tl.cast(kv_head, tl.int64) * skh,
+        v_ptr + batch * svb + tl.cast(kv_head, tl.int64) * svh, sqm, skn, svn, start_m, q_len, kv_len, lower, upper,
+        sm_scale, softcap, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, HAS_LOWER, HAS_UPPER,
+        SOFTCAP, PRECISION, FAST_TANH,
+    )  # fmt: skip
+    out_ptr += batch * sob + tl.cast(head, tl.int64) * soh
+    store_rows(out_ptr, som // ALIGN * ALIGN, start_m, q_len, acc, BLOCK_M, V_HEAD_DIM, BLOCK_DV)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    tl.store(lse_ptr + (batch * heads + head) * q_len + offs_m, lse, mask=offs_m < q_len)

@@ -1,0 +1,176 @@
+"""Eager CUDA: launches the Triton kernels.  The same code runs on CPU tensors under TRITON_INTERPRET=1, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..kernels.backward import grad_key_value_kernel, grad_query_kernel
+from ..kernels.configs import Config, Kind, configs
+from ..kernels.forward import forward_kernel
+from ..spec import MaskSpec
+from .layout import empty_like_layout
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    diagonal: int = 0,
+    softcap: float | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``flashbwd::attn`` on CUDA tensors: out [B, Hq, Nq, Dv] in query's dtype and layout, lse fp32 [B, Hq, Nq].
+
+    fp16, bf16 or fp32; head dims up to 256.  ``config`` overrides the tuning table.  Arguments are taken as valid.
+    """
+    query, key, value = map(_last_dim_contiguous, (query, key, value))
+    batch, heads, q_len, _ = query.shape
+    out = empty_like_layout(query, (batch, heads, q_len, value.shape[3]))
+    lse = query.new_empty((batch, heads, q_len), dtype=torch.float32)
+    if out.numel() == 0 and lse.numel() == 0:
+        return out, lse
+    mask = MaskSpec.from_window(is_causal, window_left, window_right, diagonal)
+    sizes, constants = _arguments(query, key, value, mask, scale, softcap)
+    c = config or _configs("fwd", query, value)[0]
+    with _device(query):
+        forward_kernel[(triton.cdiv(q_len, c.block_m) * batch * heads,)](
+            query, key, value, out, lse,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sizes,
+            **constants, **_meta(c), ALIGN=_align(query, key, value, out),
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    diagonal: int = 0,
+    softcap: float | None = None,
+    grad_mask: list[bool] | tuple[bool, bool, bool] = (True, True, True),
+    dq_config: Config | None = None,
+    dkdv_config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``flashbwd::attn_backward`` on CUDA tensors, deterministic.  Gradients not in ``grad_mask`` have shape [0]."""
+    grad_out, query, key, value = map(_last_dim_contiguous, (grad_out, query, key, value))
+    want_query, want_key, want_value = grad_mask
+    grad_query = torch.empty_like(query) if want_query else query.new_empty(0)
+    grad_key = torch.empty_like(key) if want_key else key.new_empty(0)
+    grad_value = torch.empty_like(value) if want_value else value.new_empty(0)
+    batch, heads, q_len, _ = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    if batch * heads * q_len == 0 or batch * kv_heads * kv_len == 0:
+        return grad_query.zero_(), grad_key.zero_(), grad_value.zero_()
+    delta = (grad_out.float() * out.float()).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    delta, lse = delta.contiguous(), lse.contiguous()
+    mask = MaskSpec.from_window(is_causal, window_left, window_right, diagonal)
+    sizes, constants = _arguments(query, key, value, mask, scale, softcap)
+    inputs = (grad_out, query, key, value)
+    strides = [s for x in inputs for s in x.stride()[:3]]
+    with _device(query):
+        if want_query:
+            c = dq_config or _configs("dq", query, value)[0]
+            grad_query_kernel[(triton.cdiv(q_len, c.block_m) * batch * heads,)](
+                *inputs, lse, delta, grad_query, *strides, *grad_query.stride()[:3], *sizes,
+                **constants, **_meta(c), ALIGN=_align(*inputs, grad_query),
+            )  # fmt: skip
+        if want_key or want_value:
+            # The kernel writes both: one that isn't wanted is a scratch tensor the caller never sees.
+            dk = grad_key if want_key else torch.empty_like(key)
+            dv = grad_value if want_value else torch.empty_like(value)
+            c = dkdv_config or _configs("dkdv", query, value)[0]
+            grad_key_value_kernel[(triton.cdiv(kv_len, c.block_n) * batch * kv_heads,)](
+                *inputs, lse, delta, dk, dv, *strides, *dk.stride()[:3], *dv.stride()[:3], *sizes,
+                **constants, **_meta(c), ALIGN=_align(*inputs, dk, dv),
+            )  # fmt: skip
+    return grad_query, grad_key, grad_value
+
+
+def _last_dim_contiguous(x: Tensor) -> Tensor:
+    """x itself unless its last dim is strided: any other stride, 0 included, the kernels take as it is."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def _align(*tensors: Tensor) -> int:
+    """8 if that divides every stride, which makes 16-byte loads of 16-bit elements possible, else 1."""
+    return 8 if all(s % 8 == 0 for x in tensors for s in x.stride()[:3]) else 1
+
+
+def _meta(c: Config) -> dict[str, int]:
+    return {"BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "num_warps": c.num_warps, "num_stages": c.num_stages}
+
+
+def _block_dim(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+@lru_cache
+def _limits(index: int) -> tuple[int, int | None]:
+    """(compute capability, shared memory bytes a block may use) of a CUDA device."""
+    props = torch.cuda.get_device_properties(index)
+    return props.major * 10 + props.minor, getattr(props, "shared_memory_per_block_optin", None)
+
+
+def _configs(kind: Kind, query: Tensor, value: Tensor) -> tuple[Config, ...]:
+    capability, limit = _limits(query.device.index) if query.is_cuda else (0, None)
+    blocks = _block_dim(query.shape[3]), _block_dim(value.shape[3])
+    return configs(kind, capability, *blocks, query.element_size(), limit)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """tl.dot's input_precision: for fp32 what torch.set_float32_matmul_precision asks of every other matmul."""
+    if dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        return "ieee"
+    return "tf32"
+
+
+def _arguments(
+    query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, scale: float | None, softcap: float | None
+) -> tuple[list[int | float], dict[str, Any]]:
+    """The scalars and constexprs that all three kernels share."""
+    heads, q_len, head_dim = query.shape[1:]
+    kv_len, v_head_dim = value.shape[2:]
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    # int32 holds every bound that matters: |j - i| is below the longer length.
+    lower = 0 if mask.lower is None else max(-q_len, min(kv_len, mask.lower))
+    upper = 0 if mask.upper is None else max(-q_len, min(kv_len, mask.upper))
+    sizes = [heads, heads // key.shape[1], q_len, kv_len, lower, upper, float(scale), float(softcap or 0.0)]
+    constants = {
+        "HEAD_DIM": head_dim,
+        "V_HEAD_DIM": v_head_dim,
+        "BLOCK_D": _block_dim(head_dim),
+        "BLOCK_DV": _block_dim(v_head_dim),
+        "HAS_LOWER": mask.lower is not None,
+        "HAS_UPPER": mask.upper is not None,
+        "SOFTCAP": softcap is not None,
+        "PRECISION": _precision(query.dtype),
+        "FAST_TANH": query.dtype is torch.bfloat16 and query.is_cuda,
+    }
+    return sizes, constants
