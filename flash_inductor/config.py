@@ -19,13 +19,15 @@ class Config:
         cpu: rewrite attention in graphs on the CPU too ("on" or "off").
         lowering: "template" lowers the op to Inductor Triton templates, "extern" calls the eager kernels.
         max_mask_elements: largest closed mask (elements) that is evaluated to prove what it means.
-        log_sites: log one line per attention site at INFO instead of one line per graph.
+        log_sites: log one line per attention site at INFO, besides the line per graph.
+        strict: raise an error inside the matcher instead of logging it and compiling the graph as it was written.
     """
 
     cpu: str = "on"
     lowering: str = "template"
     max_mask_elements: int = 1 << 28
     log_sites: bool = False
+    strict: bool = False
 
     _CHOICES = {"cpu": ("on", "off"), "lowering": ("template", "extern")}  # noqa: RUF012 - no annotation: not a field
 

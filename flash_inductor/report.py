@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -29,6 +30,12 @@ class Site:
     shapes: dict[str, str] = field(default_factory=dict)  # query, key, value -> "bf16[2, 8, 4096, 64]"
     kernel: str | None = None  # what it will run as
 
+    def describe(self) -> str:
+        """One line: 'sdpa at model.py:12 in forward: causal, as triton' or the reason it was left alone."""
+        what = (self.spec.describe() if self.spec else "") if self.replaced else f"left alone, {self.reason}"
+        kernel = f", as {self.kernel}" if self.replaced and self.kernel else ""
+        return f"{self.form} at {self.location or self.node}: {what}{kernel}"
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
         data = asdict(self)
@@ -45,10 +52,15 @@ class Site:
 _lock = threading.Lock()
 _listeners: list[list[Site]] = []
 _compiled: list[Site] = []
+_redirected: ContextVar[list[Site] | None] = ContextVar("flash_inductor_redirected", default=None)
 
 
 def record(site: Site) -> None:
     """Called by the matcher for each site of each graph it is given, in any thread."""
+    aside = _redirected.get()
+    if aside is not None:
+        aside.append(site)
+        return
     with _lock:
         _compiled.append(site)
         for listener in _listeners:
@@ -68,6 +80,17 @@ def collect() -> Iterator[list[Site]]:
             _listeners[:] = [x for x in _listeners if x is not sites]
 
 
+@contextmanager
+def redirect() -> Iterator[list[Site]]:
+    """Keep what this thread records in the block out of the process's record: nothing is compiled, or not yet."""
+    sites: list[Site] = []
+    token = _redirected.set(sites)
+    try:
+        yield sites
+    finally:
+        _redirected.reset(token)
+
+
 def compiled_sites() -> list[Site]:
     """All sites recorded in this process so far."""
     with _lock:
@@ -79,3 +102,40 @@ def counters() -> dict[str, int]:
     sites = compiled_sites()
     replaced = sum(s.replaced for s in sites)
     return {"sites": len(sites), "replaced": replaced, "left_alone": len(sites) - replaced}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The attention sites of a model, or of all that was compiled; ``str()`` is a readable text of it.
+
+    ``graphs`` and ``graph_breaks`` (a reason for each) are None where they are not known.
+    """
+
+    sites: tuple[Site, ...]
+    graphs: int | None = None
+    graph_breaks: tuple[str, ...] | None = None
+
+    @property
+    def replaced(self) -> int:
+        """How many sites are replaced (for :func:`explain`: would be)."""
+        return sum(site.replaced for site in self.sites)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {
+            "sites": [site.to_dict() for site in self.sites],
+            "replaced": self.replaced,
+            "left_alone": len(self.sites) - self.replaced,
+            "graphs": self.graphs,
+            "graph_breaks": None if self.graph_breaks is None else list(self.graph_breaks),
+        }
+
+    def __str__(self) -> str:
+        from .report_text import as_text
+
+        return as_text(self)
+
+    def __rich__(self) -> Any:
+        from .report_text import as_rich
+
+        return as_rich(self)

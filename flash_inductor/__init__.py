@@ -1,0 +1,55 @@
+"""Find attention in what torch.compile compiles and run it as flash attention.
+
+    import flash_inductor
+    flash_inductor.enable()
+    model = torch.compile(model)
+
+Importing the package registers the ``flashbwd`` ops and a pass that puts the package's sources into Inductor's cache
+keys.  It rewrites nothing before :func:`enable` and does not import torch._inductor.
+"""
+
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
+
+from . import ops as _ops
+from ._compat import hooks as _hooks
+from .backend import flash_inductor as _backend
+from .config import Config, get_config, override, set_config
+from .explain import explain, report
+from .matching.install import (
+    compose,
+    disable,
+    enable,
+    enabled,
+    install_when_inductor_is_imported,
+    is_enabled,
+)
+from .report import Explanation, Site
+from .spec import AttentionSpec, MaskSpec
+
+try:
+    __version__ = _version("flash-inductor")
+except _PackageNotFoundError:  # used from a checkout that is not installed
+    __version__ = "0.1.0"
+
+__all__ = [
+    "AttentionSpec",
+    "Config",
+    "Explanation",
+    "MaskSpec",
+    "Site",
+    "__version__",
+    "compose",
+    "disable",
+    "enable",
+    "enabled",
+    "explain",
+    "get_config",
+    "is_enabled",
+    "override",
+    "report",
+    "set_config",
+]
+
+install_when_inductor_is_imported()
+_hooks.when_imported(_hooks.BACKEND_REGISTRY, lambda: _hooks.register_backend("flash_inductor", _backend))

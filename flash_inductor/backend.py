@@ -1,0 +1,33 @@
+"""``torch.compile(model, backend="flash_inductor")``: rewrite the attention, then what backend="inductor" does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ._compat import hooks
+
+
+def flash_inductor(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """A Dynamo backend.  ``mode`` and ``options`` are those of ``torch.compile``; a bad one raises RuntimeError there.
+
+    Works whether or not ``flash_inductor.enable()`` is on, and rewrites once.
+    """
+    from .matching import install
+    from .matching.fusion_pass import ensure_key, graphs_of, rewrite_or_leave
+
+    inductor = hooks.inductor_backend(mode, options)  # first: it checks the arguments
+    ensure_key()
+    for graph in graphs_of(gm):
+        if rewrite_or_leave(graph):
+            graph.owning_module.recompile()
+    with install.held_off():
+        return inductor(gm, example_inputs)

@@ -1,0 +1,45 @@
+"""``flash_inductor.explain``: what would be rewritten in a model, and why the rest would not, without compiling it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._compat import hooks
+from .report import Explanation, compiled_sites, redirect
+
+
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Trace ``model(*args, **kwargs)`` with Dynamo, look for attention in the graphs, and run it eagerly once.
+
+    ``model`` is a module or function, compiled or not.  Nothing is compiled by Inductor and nothing replaced, so it is
+    quick, and works whether or not :func:`flash_inductor.enable` is on.  It runs in the grad and autocast mode of the
+    caller.  Dynamo's counters, its record of sizes and its code cache are put back; only code that had been compiled
+    before keeps one more entry in its cache, until ``torch._dynamo.reset()``.
+
+    Returns an :class:`Explanation`; printing it shows a table.
+    """
+    from .matching.fusion_pass import graphs_of, rewrite_or_leave
+
+    if not callable(model):
+        raise TypeError(f"model: expected a module or function, got {type(model).__name__}")
+    graphs = 0
+
+    def look(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        for graph in graphs_of(gm):
+            rewrite_or_leave(graph, apply=False)
+        return gm.forward
+
+    model = hooks.original(model)
+    with hooks.tracing_aside(model) as graph_breaks, redirect() as sites:
+        torch.compile(model, backend=look)(*args, **kwargs)
+    return Explanation(tuple(sites), graphs=graphs, graph_breaks=tuple(graph_breaks))
+
+
+def report() -> Explanation:
+    """The attention sites of everything compiled in this process so far, as :func:`explain` shows them."""
+    return Explanation(tuple(compiled_sites()))

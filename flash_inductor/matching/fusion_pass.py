@@ -1,0 +1,176 @@
+"""The two graph passes: one rewrites, one puts this package's sources into Inductor's cache keys.
+
+Imported once Inductor is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import config as settings
+from .._compat import hooks
+from .._compat.pass_chain import GraphPass
+from ..report import Site, record, redirect
+from . import install
+
+log = logging.getLogger("flash_inductor")
+_said: set[str] = set()
+
+
+def _hash_of_sources() -> str:
+    """Of every file of the package, with its name: kernels, lowerings, fakes and matcher all decide what is compiled."""
+    root = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and path.suffix != ".pyc":
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+            digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+SOURCES = _hash_of_sources()
+
+
+class _Pass(GraphPass):
+    def uuid(self) -> Any:
+        return (type(self).__name__, SOURCES, repr(settings.get_config()))
+
+    def __reduce__(self) -> Any:
+        # torch 2.11 pickles the pass itself into the cache key: the pickle must say what the uuid says.
+        return tuple, (self.uuid(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Pass:
+        return self  # torch 2.12 gives each thread a deep copy of the default
+
+
+class FusionPass(_Pass):
+    """Pre-grad: rewrites attention while the switch is on."""
+
+    def uuid(self) -> Any:
+        return (*super().uuid(), install.is_enabled())
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if not install.is_enabled() or install.is_held_off():
+            return
+        if not hooks.passes_run_before_cache_lookup():
+            _warn_once(
+                "attention is not rewritten: torch._inductor.config.pre_grad_pass_timing is 'late', but the rewrite has "
+                "to run for cached graphs too; leave it unset or set it to 'early'"
+            )
+            return
+        ensure_key()
+        rewrite_or_leave(graph)
+
+
+class KeyPass(_Pass):
+    """Post-grad: changes nothing.
+
+    Neither the FX graph cache nor AOTAutograd's cache knows a custom op's lowering, fake or backward, so without this
+    pass's uuid a new version of the package would be served the code of the old one.  It also runs right before the
+    lowering, on a cache miss only: the time to import the lowerings.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        import_lowerings()
+        if install.is_enabled() and not install.is_held_off() and FUSION not in hooks.passes_in_force(hooks.PRE_GRAD):
+            _warn_once(
+                "attention is not rewritten: torch._inductor.config.pre_grad_custom_pass was set after "
+                "flash_inductor.enable(); set it to flash_inductor.compose(your_pass), or set it before"
+            )
+
+
+FUSION = FusionPass()
+KEY = KeyPass()
+
+
+def import_lowerings() -> None:
+    """Register the op's lowerings.  Without them the op is called as it is: slower to launch, but right."""
+    try:
+        from .. import lowering  # noqa: F401 - importing registers
+    except Exception as error:
+        if settings.get_config().strict:
+            raise
+        _warn_once(f"the kernels can't be lowered to templates with this torch, they are called instead: {error}", error)
+
+
+def ensure_key() -> None:
+    """Put the key pass back where somebody has set other post-grad passes after import."""
+    if KEY not in hooks.passes_in_force(hooks.POST_GRAD):
+        hooks.add_pass(hooks.POST_GRAD, KEY)
+
+
+def rewrite_or_leave(graph: fx.Graph, *, apply: bool = True) -> list[Site]:
+    """``rewrite_graph``, except that an error in it leaves the graph as it was and is logged, not raised.
+
+    Raises what the matcher raises if ``Config.strict`` is set.
+    """
+    from .rewrite import rewrite_graph
+
+    if settings.get_config().strict:
+        with redirect() as sites:
+            rewrite_graph(graph, apply=apply)
+            graph.lint()
+    else:
+        backup = _Backup(graph)
+        try:
+            with redirect() as sites:
+                rewrite_graph(graph, apply=apply)
+                graph.lint()
+        except Exception as error:
+            backup.restore()
+            _warn_once(
+                f"internal error, the graph is compiled as it was written: {type(error).__name__}: {error}; "
+                "please report this with the traceback below (FLASH_INDUCTOR_STRICT=1 raises it)",
+                error,
+            )
+            return []
+    for site in sites:
+        record(site)
+    if apply and sites:
+        _log_sites(sites)
+    return sites
+
+
+def _log_sites(sites: list[Site]) -> None:
+    replaced = sum(site.replaced for site in sites)
+    log.info("[%s] %d of %d attention sites replaced", hooks.compile_id(), replaced, len(sites))
+    if settings.get_config().log_sites:
+        for site in sites:
+            log.info("[%s] %s", hooks.compile_id(), site.describe())
+
+
+def _warn_once(message: str, error: BaseException | None = None) -> None:
+    if message not in _said:
+        _said.add(message)
+        log.warning(message, exc_info=error)
+
+
+class _Backup:
+    """A copy of a graph's nodes, to put back."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.copy = fx.Graph()
+        self.copy.output(self.copy.graph_copy(graph, {}))
+        outputs = [n for n in graph.nodes if n.op == "output"]
+        self.output_meta = dict(outputs[-1].meta) if outputs else {}
+
+    def restore(self) -> None:
+        for node in reversed(list(self.graph.nodes)):
+            node.args, node.kwargs = (), {}
+        for node in list(self.graph.nodes):
+            self.graph.erase_node(node)
+        self.graph._graph_namespace = fx.graph._Namespace()  # so that nodes get their old names, not x_1 for x
+        output = self.graph.output(self.graph.graph_copy(self.copy, {}))
+        output.meta.update(self.output_meta)
+
+
+def graphs_of(gm: torch.fx.GraphModule) -> list[fx.Graph]:
+    """The graphs of the bodies of higher-order ops (checkpoint, cond, ...), then the graph itself."""
+    return [body.graph for body in hooks.subgraphs(gm)] + [gm.graph]
