@@ -58,14 +58,16 @@ def unsupported_reasons(
                     f"{MIN_CUDA_HEAD_DIM} to {MAX_CUDA_HEAD_DIM}; pad it with zeros (and pass scale=)."
                 )
     if dropout_p > 0:
-        reasons.append(f"dropout {dropout_p:g} of the probabilities is not supported; set it to 0 or call model.eval().")
+        reasons.append(
+            f"dropout {dropout_p:g} of the probabilities is not supported; set it to 0 or call model.eval()."
+        )
     return reasons
 
 
 def _head_reasons(q_shape: Sequence[Size], k_shape: Sequence[Size], v_shape: Sequence[Size]) -> list[str]:
     reasons = []
     q_heads, k_heads, v_heads = q_shape[1], k_shape[1], v_shape[1]
-    if known(q_heads) and known(k_heads) and (k_heads == 0 or q_heads % k_heads):
+    if known(q_heads) and known(k_heads) and (q_heads % k_heads if k_heads else q_heads):
         reasons.append(f"{q_heads} query heads are not a multiple of {k_heads} key heads; repeat or drop heads.")
     if known(k_heads) and known(v_heads) and k_heads != v_heads:
         reasons.append(f"key has {k_heads} heads and value {v_heads}; repeat the fewer so that both have the same.")

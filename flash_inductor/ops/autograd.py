@@ -10,7 +10,9 @@ from torch import Tensor
 from .library import LIB, attn_backward
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
+) -> None:
     ctx.save_for_backward(*inputs, *output)
     ctx.options = dict(keyword_only_inputs)
     # An output nobody differentiates gives None instead of a tensor of zeros that would be written and read.
@@ -35,7 +37,8 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[s
 def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
     raise NotImplementedError(
         "flashbwd::attn: double backward is not supported (create_graph=True went through attention); "
-        "compute this attention with torch operations, or under flash_inductor.disable(), where you need second derivatives"
+        "where you need second derivatives, compute this attention with torch operations, "
+        "without flash_inductor.enable()"
     )
 
 

@@ -21,9 +21,9 @@ from .. import support
 from ..spec import AttentionSpec, MaskSpec
 from .layout import empty_like_layout
 
-SHORT = 512  # up to here a sequence is one block: few calls matter more than skipped pairs
 BLOCK = 128
-TILE_ELEMENTS = 1 << 22  # scores held at once; batch and heads are split to stay near it
+SHORT = 512  # a shorter sequence is one block if all its scores fit a tile: few calls matter more than skipped pairs
+TILE_ELEMENTS = 1 << 20  # scores held at once; batch and heads are split to stay near it
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class _Problem:
     dtype: torch.dtype
     rows: range
 
-    def slices(self, block: int) -> Iterator[tuple[slice, slice, slice]]:
+    def slices(self) -> Iterator[tuple[slice, slice, slice]]:
         """Batch, query head and key head slices whose scores fit a tile."""
-        width = self.kv_len
+        block, width = self.block, self.kv_len
         if self.mask.lower is not None and self.mask.upper is not None:
             width = min(width, self.mask.upper - self.mask.lower + block)
         fits = max(1, TILE_ELEMENTS // max(1, self.group * block * width))
@@ -69,7 +69,8 @@ class _Problem:
 
     @property
     def block(self) -> int:
-        return max(1, self.q_len) if self.q_len <= SHORT else BLOCK
+        scores = self.batch * self.kv_heads * self.group * self.q_len * self.kv_len
+        return max(1, self.q_len) if self.q_len <= SHORT and scores <= TILE_ELEMENTS else BLOCK
 
     def fold(self, x: Tensor) -> Tensor:
         """[b, heads, n, d] -> [b * key heads, group * n, d] in the compute dtype; the heads of a group become rows."""
@@ -126,12 +127,10 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _aten_takes(p: _Problem, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    reduced = AttentionSpec(spec.scale, p.mask, spec.softcap)
-    return (
-        support.aten_cpu_route(reduced, query.shape, key.shape, value.shape)
-        and min(query.numel(), key.numel()) > 0
-    )
+def _aten_takes(p: _Problem, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    reduced = AttentionSpec(p.scale, p.mask, p.softcap)
+    fits = support.aten_cpu_route(reduced, query.shape, key.shape, value.shape)
+    return fits and min(query.numel(), key.numel()) > 0
 
 
 def forward(
@@ -153,7 +152,7 @@ def forward(
     lse = query.new_empty(query.shape[:3], dtype=p.dtype)
     masked = p.mask != MaskSpec()
     exact = masked and not _finite(key, value)
-    if not exact and _aten_takes(p, spec, query, key, value):
+    if not exact and _aten_takes(p, query, key, value):
         result, row_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             _unit_stride(query), _unit_stride(key), _unit_stride(value), 0.0, masked, scale=p.scale
         )
@@ -161,7 +160,7 @@ def forward(
     for rows in p.blind_rows():
         out[:, :, rows].zero_()
         lse[:, :, rows].fill_(-math.inf)
-    for bs, hs, ks in p.slices(p.block):
+    for bs, hs, ks in p.slices():
         k, v = (x[bs, ks].to(p.dtype).flatten(0, 1) for x in (key, value))
         for i0, i1, j0, j1 in p.blocks(exact):
             scores = torch.bmm(p.fold(query[bs, hs, i0:i1] * p.scale), k[:, j0:j1].mT)
@@ -208,10 +207,24 @@ def backward(
     if grad_lse is not None:
         delta -= grad_lse
     exact = p.mask != MaskSpec() and not _finite(query, key, value, grad_out, delta)
+    # ATen's backward is the faster in float32, and several times slower in 16 bits; it knows no grad_lse.
+    if (
+        all(grad_mask)
+        and grad_lse is None
+        and not exact
+        and query.element_size() >= 4
+        and _aten_takes(p, query, key, value)
+    ):
+        tensors = [_unit_stride(x) for x in (grad_out, query, key, value, out)]
+        results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *tensors, lse, 0.0, p.mask != MaskSpec(), scale=p.scale
+        )
+        aten = [x if x.stride() == grad.stride() else grad.copy_(x) for grad, x in zip(grads, results, strict=True)]
+        return aten[0], aten[1], aten[2]
     if need_q:
         for rows in p.blind_rows():
             grads[0][:, :, rows].zero_()
-    for bs, hs, ks in p.slices(p.block):
+    for bs, hs, ks in p.slices():
         k, v = (x[bs, ks].to(p.dtype).flatten(0, 1) for x in (key, value))
         grad_k = torch.zeros_like(k) if need_k else None
         grad_v = torch.zeros_like(v) if need_v else None

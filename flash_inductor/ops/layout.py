@@ -32,11 +32,14 @@ def memory_order(strides: Sequence[int | torch.SymInt], sizes: Sequence[int | to
 
 
 def empty_like_layout(x: Tensor, size: Sequence[int | torch.SymInt], dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised dense tensor of ``size`` with the stride order of ``x``.
+    """An uninitialised dense tensor of ``size`` with the stride order of ``x`` and a contiguous last dim.
 
-    ``torch.empty_like`` (what SDPA's output is) when the shape is that of ``x``; else its order of dims, dense.
+    ``torch.empty_like`` (what SDPA's output is) when the shape is that of ``x``; else its order of dims, dense.  If the
+    last dim of ``x`` is strided, plainly contiguous: the kernels store whole rows.
     ``size`` has as many dims as ``x``; ``dtype`` None means that of ``x``.
     """
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        return torch.empty(size, dtype=dtype or x.dtype, device=x.device)
     if tuple(size) == tuple(x.shape):
         return torch.empty_like(x, dtype=dtype)
     order = memory_order(x.stride(), x.shape)

@@ -79,7 +79,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise TypeError(f"{name}: expected a dtype of float64, float32, bfloat16 or float16, got {x.dtype}")
         if x.dtype != query.dtype:
             raise TypeError(
-                f"{name}: expected {query.dtype}, the dtype of query, got {x.dtype}; cast it, or run under torch.autocast"
+                f"{name}: expected {query.dtype}, the dtype of query, got {x.dtype}; "
+                "cast it, or run under torch.autocast"
             )
         if x.device != query.device:
             raise ValueError(f"{name}: expected device {query.device}, that of query, got {x.device}")
@@ -91,9 +92,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     _check_equal(value.shape[2], kv_len, "value", f"length {kv_len}, that of key", value.shape[2])
     if head_dim == 0:
         raise ValueError("query: expected a head dim of at least 1, got 0")
-    if k_heads == 0 if q_heads else False:
-        raise ValueError(f"key: expected a number of heads that divides the {q_heads} of query, got 0")
-    if q_heads and q_heads % k_heads != 0:
+    if q_heads % k_heads != 0 if k_heads else q_heads != 0:
         raise ValueError(f"key: expected a number of heads that divides the {q_heads} of query, got {k_heads}")
 
 

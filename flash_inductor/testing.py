@@ -1,0 +1,196 @@
+"""Help for tests: inputs in every layout, and comparison with the float64 reference under tolerances from the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .reference import attention_backward, attention_forward, visible
+from .spec import AttentionSpec
+
+LAYOUTS = ("bhnd", "bnhd", "nbhd", "packed", "expanded", "sliced", "strided")
+
+
+def make_inputs(
+    layout: str = "bhnd",
+    *,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    q_len: int = 24,
+    kv_len: int | None = None,
+    head_dim: int = 16,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    requires_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random query, key and value [batch, heads, length, head dim] whose memory is laid out as ``layout`` says.
+
+    "bhnd" contiguous; "bnhd", "nbhd" views of tensors with the dims in that order; "packed" views of one [batch,
+    length, all heads, head dim] tensor (needs equal lengths and head dims); "expanded" key and value with one batch entry
+    expanded; "sliced" rows and columns cut from a larger tensor; "strided" a last dim that isn't contiguous.
+    """
+    kv_heads, kv_len = kv_heads or heads, q_len if kv_len is None else kv_len
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device=device, dtype=dtype)
+
+    def one(n_heads: int, length: int, dim: int, is_query: bool) -> Tensor:
+        if layout == "bhnd":
+            return rand(batch, n_heads, length, dim)
+        if layout == "bnhd":
+            return rand(batch, length, n_heads, dim).transpose(1, 2)
+        if layout == "nbhd":
+            return rand(length, batch, n_heads, dim).permute(1, 2, 0, 3)
+        if layout == "expanded":
+            x = rand(batch if is_query else 1, n_heads, length, dim)
+            return x.expand(batch, n_heads, length, dim)
+        if layout == "sliced":
+            return rand(batch, n_heads, length + 3, dim + 8)[:, :, 1 : length + 1, :dim]
+        if layout == "strided":
+            return rand(batch, n_heads, dim, length).mT
+        raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
+
+    if layout == "packed":
+        if kv_len != q_len or v_head_dim not in (None, head_dim):
+            raise ValueError("layout: 'packed' needs equal lengths and head dims")
+        packed = rand(batch, q_len, heads + 2 * kv_heads, head_dim).transpose(1, 2)
+        query, key, value = packed.split([heads, kv_heads, kv_heads], dim=1)
+    else:
+        query = one(heads, q_len, head_dim, True)
+        key = one(kv_heads, kv_len, head_dim, False)
+        value = one(kv_heads, kv_len, v_head_dim or head_dim, False)
+    inputs = (query.detach(), key.detach(), value.detach())
+    return inputs if not requires_grad else tuple(x.requires_grad_() for x in inputs)  # type: ignore[return-value]
+
+
+def eager_attention(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None = None) -> Tensor:
+    """Attention as people write it, softmax in float32 at least; zero rows for blind queries."""
+    spec = spec or AttentionSpec()
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scale = query.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+    scores = (query @ key.mT) * scale
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    seen = visible(spec.mask, query.shape[2], key.shape[2], query.device)
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    probs = torch.softmax(scores, -1, dtype=wide) * seen.any(-1, keepdim=True)
+    return probs.to(query.dtype) @ value
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Largest absolute difference, in float64."""
+    return (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
+
+
+def assert_close_to_reference(
+    actual: Sequence[Tensor | None],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec | None = None,
+    *,
+    grad_out: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    factor: float = 2.0,
+) -> None:
+    """Raise AssertionError unless out, lse, grad_query, grad_key, grad_value are as near to float64 as eager's are.
+
+    ``actual`` may end early or hold None for what is not compared; gradients need ``grad_out``.  The tolerance is
+    ``factor`` times the error of :func:`eager_attention` on the same inputs, plus a few roundings of the dtype at the
+    largest value and at the size of the terms that cancel in a gradient: it comes from the data, so it needs no tuning
+    for lengths, dtypes or scales.
+    """
+    names = ("out", "lse", "grad_query", "grad_key", "grad_value")
+    expected: list[Tensor] = list(attention_forward(query, key, value, spec))
+    if grad_out is not None:
+        expected += attention_backward(grad_out, grad_lse, query, key, value, spec)
+    elif len(actual) > 2:
+        raise ValueError("grad_out: expected a tensor to compare gradients, got None")
+    eager = _eager(query, key, value, spec, grad_out if grad_lse is None else None)
+    terms = _terms(query, key, value, spec, grad_out, grad_lse)
+    eps = torch.finfo(query.dtype).eps
+    inner_eps = min(eps, torch.finfo(torch.float32).eps)
+    problems = []
+    for name, got, want, baseline in zip(names, actual, expected, eager, strict=False):
+        if got is None:
+            continue
+        if got.shape != want.shape:
+            problems.append(f"{name}: expected shape {list(want.shape)}, got {list(got.shape)}")
+            continue
+        finite = torch.isfinite(want)
+        # Infinite values and NaN have to be at the same places; an overflow of the narrow dtype is no such value.
+        if not torch.equal(_signs(got[~finite]), _signs(want[~finite])):
+            problems.append(f"{name}: non-finite values differ from the reference")
+        got, want = got[finite], want[finite]
+        if want.numel() == 0:
+            continue
+        typical, bound = terms[name]
+        tolerance = 4 * eps * (want.abs().max().item() + typical) + 4 * inner_eps * bound
+        if baseline is not None:
+            sound = torch.isfinite(baseline[finite])  # eager lets masked inf and NaN through
+            tolerance += factor * error(baseline[finite][sound], want[sound])
+        elif name.startswith("grad"):
+            tolerance *= 4  # no eager gradient to compare with: as many roundings as products are chained
+        if not (found := error(got, want)) <= tolerance:
+            problems.append(f"{name}: error {found:.3e} exceeds {tolerance:.3e}")
+    if problems:
+        raise AssertionError("; ".join(problems))
+
+
+def _signs(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x.double(), nan=3.0, posinf=1.0, neginf=2.0)
+
+
+def _terms(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec | None,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+) -> dict[str, tuple[float, float]]:
+    """Typical size and bound of what is summed in each result: gradients are differences that may cancel entirely.
+
+    The typical size goes with the roundings of the inputs' dtype, the bound with those of the products.
+    """
+    rows = query.shape[1] * query.shape[2] / max(1, key.shape[1] * key.shape[2])  # that share a key
+    scale = abs(query.shape[-1] ** -0.5 if spec is None or spec.scale is None else spec.scale)
+    sizes = []
+    for size, width in ((_typical, query.shape[-1] ** 0.5), (_largest, 1.0)):
+        q, k, v, go = (size(x) for x in (query, key, value, grad_out))
+        score = scale * (go * v + size(None if grad_lse is None else grad_lse.unsqueeze(-1)))
+        sizes.append(
+            {"out": 0.0, "lse": scale * q * k, "grad_query": score * k / width, "grad_key": score * q / width * rows}
+        )
+    return {name: (sizes[0].get(name, 0.0), sizes[1].get(name, 0.0)) for name in (*sizes[0], "grad_value")}
+
+
+def _row_norms(x: Tensor | None) -> Tensor:
+    norms = torch.zeros(1) if x is None or x.numel() == 0 else x.double().norm(dim=-1).flatten()
+    return norms[norms.isfinite()] if norms.isfinite().any() else torch.zeros(1)
+
+
+def _typical(x: Tensor | None) -> float:
+    """Root mean square of the row norms."""
+    return _row_norms(x).square().mean().sqrt().item()
+
+
+def _largest(x: Tensor | None) -> float:
+    return _row_norms(x).max().item()
+
+
+def _eager(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None, grad_out: Tensor | None) -> list[Any]:
+    inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+    with torch.enable_grad():
+        out = eager_attention(inputs[0], inputs[1], inputs[2], spec)
+    grads = [None] * 3 if grad_out is None else list(torch.autograd.grad(out, inputs, grad_out))
+    return [out.detach(), None, *grads]
