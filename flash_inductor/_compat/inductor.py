@@ -1,0 +1,167 @@
+"""The private Inductor names that the lowerings need, behind names of our own; torch 2.11 .. 2.15.
+
+Importing this module fails with ImportError or AttributeError on a torch that moved one of them;
+:mod:`flash_inductor.lowering` then registers nothing, and Inductor calls the op as an extern kernel.
+
+Differences served here: ``autotune_select_algorithm`` returns a TensorBox in 2.11 and a (TensorBox, choice) pair since
+2.12; ``TritonTemplate(always_freeze_layout=)`` exists since 2.12.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import config as _config
+from torch._inductor.ir import ExternKernel, FixedLayout, FlexibleLayout, TensorBox
+from torch._inductor.lowering import empty_strided as _empty_strided
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
+from torch._inductor.utils import convert_shape_to_inductor
+from torch._inductor.virtualized import V
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+IRNode = Any  # TensorBox: a tensor of the graph being lowered
+Expr = Any  # int | sympy.Expr: a size
+
+__all__ = ["SymbolicGridFn"]
+
+
+def lowering(op: torch._ops.OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: lower ``op`` with this function, its arguments as they are (no promotion, no broadcasting)."""
+    return register_lowering(op, type_promotion_kind=None, broadcast=False)
+
+
+def fallback(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A lowering of ``op`` that calls the op itself."""
+    return fallback_handler(op, add_to_fallback_set=False)
+
+
+def max_autotune() -> bool:
+    """Whether the user asked for measured choices."""
+    return bool(_config.max_autotune)
+
+
+def template(name: str, grid: Any, source: str) -> TritonTemplate:
+    """A TritonTemplate, or the one that already has this name (a module may be executed twice: importlib.reload)."""
+    existing = TritonTemplate.all_templates.get(name)
+    if existing is not None:
+        return existing
+    # Layouts of our inputs are frozen by `strided_input`; a later change would contradict the strides in the text.
+    options = {"always_freeze_layout": True}
+    known = inspect.signature(TritonTemplate.__init__).parameters
+    return TritonTemplate(name=name, grid=grid, source=source, **{k: v for k, v in options.items() if k in known})
+
+
+def append_choice(
+    to: list[Any],
+    of: TritonTemplate,
+    inputs: Sequence[IRNode],
+    layout: FixedLayout,
+    call_sizes: Sequence[Expr],
+    mutated: Sequence[IRNode],
+    num_warps: int,
+    num_stages: int,
+    constants: dict[str, Any],
+) -> Exception | None:
+    """Render one configuration and append it to the choices; the error, if it can't be rendered."""
+    try:
+        return of.maybe_append_choice(
+            choices=to,
+            input_nodes=tuple(inputs),
+            layout=layout,
+            mutated_inputs=list(mutated),
+            call_sizes=list(call_sizes),
+            num_warps=num_warps,
+            num_stages=num_stages,
+            **constants,
+        )
+    except Exception as error:  # one bad configuration must not take the others, or the compile, with it
+        return error
+
+
+def select(name: str, choices: list[Any], inputs: Sequence[IRNode], layout: FixedLayout) -> IRNode:
+    """The result of the best choice: measured if there are several."""
+    # A deferred decision (MultiTemplateBuffer) forgets which inputs a kernel writes: lse and grad_value.
+    result = autotune_select_algorithm(name, choices, list(inputs), layout, return_multi_template=False)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def strided_input(x: IRNode) -> IRNode:
+    """``x`` as the input of a template: in memory, strides final, innermost stride 1 (copied if it was not)."""
+    x = _realized(x)
+    if V.graph.sizevars.statically_known_equals(x.get_stride()[-1], 1):
+        return x
+    return contiguous_input(x)
+
+
+def contiguous_input(x: IRNode) -> IRNode:
+    """``x`` as a contiguous input of a template."""
+    return _realized(ExternKernel.require_contiguous(x))
+
+
+def _realized(x: IRNode) -> IRNode:
+    realized = ExternKernel.realize_input(x)
+    if not isinstance(realized, TensorBox):
+        realized = TensorBox(realized)
+    realized.freeze_layout()
+    return realized
+
+
+def output_layout(index: int) -> FixedLayout:
+    """Layout of an output of the node being lowered: exactly what the op's fake said."""
+    value = V.graph.current_node.meta["val"][index]
+    return FixedLayout(
+        value.device,
+        value.dtype,
+        list(convert_shape_to_inductor(value.shape)),
+        list(convert_shape_to_inductor(value.stride())),
+    )
+
+
+def contiguous_layout(x: IRNode) -> FixedLayout:
+    """The layout of a contiguous tensor of the shape, dtype and device of ``x``."""
+    size = list(x.get_size())
+    return FixedLayout(x.get_device(), x.get_dtype(), size, FlexibleLayout.contiguous_strides(size))
+
+
+def output_is_used(index: int) -> bool:
+    """Whether anything in the graph reads this output of the node being lowered."""
+    # FX can't drop one output of a node, so an unused one shows only in its users
+    return any(user.args[1] == index and len(user.users) > 0 for user in V.graph.current_node.users)
+
+
+def allocate(layout: FixedLayout) -> IRNode:
+    """An uninitialised buffer, to be written by a template that gets it as a mutated input."""
+    return _empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
+
+
+def allocate_realized(layout: FixedLayout) -> IRNode:
+    """The same, in memory already."""
+    return _realized(allocate(layout))
+
+
+def static_int(size: Expr) -> int | None:
+    """The number a size is, or None if it is symbolic."""
+    size = sympy.sympify(size)
+    return int(size) if size.is_Integer else None
+
+
+def simplify(size: Expr) -> Expr:
+    """A size with everything the guards say about it put in."""
+    return V.graph.sizevars.simplify(sympy.sympify(size))
+
+
+def has_unbacked(sizes: Sequence[Expr]) -> bool:
+    """Whether a size depends on data, so that nothing is known about it (not even that it isn't 0)."""
+    import sympy
+
+    return any(bool(free_unbacked_symbols(sympy.sympify(size))) for size in sizes)
+
+
+def lower_aten(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> IRNode:
+    """Lower an ATen or prims op: the result is an ordinary Inductor expression, free to fuse."""
+    return lowerings[op](*args, **kwargs)

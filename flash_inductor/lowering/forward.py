@@ -1,0 +1,40 @@
+"""Lowering of ``flashbwd::attn``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._compat import inductor
+from .._compat.inductor import IRNode
+from ..ops.library import DEFAULTS, attn
+from .choices import launch, load_template, query_grid
+from .problem import template_constants
+
+_call_op = inductor.fallback(attn)
+_template = load_template("forward", query_grid)
+
+
+@inductor.lowering(attn)
+def lower_attn(query: IRNode, key: IRNode, value: IRNode, **options: Any) -> Any:
+    """One template that stores out, and lse if something reads it."""
+    constants = template_constants(query, key, value, (), {**DEFAULTS, **options})
+    if constants is None:
+        return _call_op(query, key, value, **options)
+    inputs = [inductor.strided_input(x) for x in (query, key, value)]
+    # A template has one output; what else it writes is an input allocated beforehand and marked as mutated.
+    store_lse = inductor.output_is_used(1)
+    lse = inductor.allocate(inductor.output_layout(1)) if store_lse else None
+    mutated = [inductor.contiguous_input(lse)] if store_lse else []
+    batch, heads, q_len, _ = inputs[0].get_size()
+    out = launch(
+        _template,
+        "fwd",
+        [*inputs, *mutated],
+        inductor.output_layout(0),
+        [batch * heads, q_len],
+        {**constants, "STORE_LSE": store_lse},
+        mutated,
+    )
+    if out is None:
+        return _call_op(query, key, value, **options)
+    return out, mutated[0] if store_lse else None
