@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import LOG2E, band_mask, clamp_bounds, load_rows, store_rows, tanh, visible_range
+from .blocks import LOG2E, band_mask, clamp_bounds, load_rows, masked_block, store_rows, tanh, visible_range
 
 
 @triton.jit
@@ -51,13 +51,15 @@ def _load_lse2(lse_ptr, offs, keep):
 
 @triton.jit
 def _key_loop(
-    dq, q, do, lse2, delta, k_ptr, v_ptr, stride_kn, stride_vn, begin, stop, first, end, offs_m, kv_len, lower, upper,
-    factor, cap_scale,
+    dq, q, do, lse2, delta, k_ptr, v_ptr, stride_kn, stride_vn, span, offs_m, kv_len, lower, upper, factor, cap_scale,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    for n in tl.range(begin, stop, BLOCK_N):
+    first, end, full_begin, full_end, masked_begin, masked_left, masked_count = span
+    blocks = masked_count if MASK else (full_end - full_begin) // BLOCK_N
+    for i in tl.range(0, blocks):
+        n = masked_block(i, masked_begin, masked_left, full_end, BLOCK_N) if MASK else full_begin + i * BLOCK_N
         n = tl.multiple_of(n, BLOCK_N)
         k = load_rows(k_ptr, stride_kn, n, first, end, BLOCK_N, HEAD_DIM, BLOCK_D, MASK)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -94,38 +96,35 @@ def grad_query_tile(
     delta = tl.load(delta_ptr + offs_m, mask=offs_m < q_len, other=0.0)
     factor, cap_scale = _factors(sm_scale, softcap, SOFTCAP)
     lower, upper = clamp_bounds(lower, upper, q_len, kv_len)
-    first, end, block_begin, full_begin, full_end = visible_range(
+    span = visible_range(
         start_m, tl.minimum(start_m + BLOCK_M, q_len), kv_len, lower, upper, HAS_LOWER, HAS_UPPER, BLOCK_N
     )
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if HAS_LOWER:
-        dq = _key_loop(
-            dq, q, do, lse2, delta, k_ptr, v_ptr, stride_kn, stride_vn, block_begin, tl.minimum(full_begin, end),
-            first, end, offs_m, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV,
-            BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, True,
-        )  # fmt: skip
     dq = _key_loop(
-        dq, q, do, lse2, delta, k_ptr, v_ptr, stride_kn, stride_vn, full_begin, full_end,
-        first, end, offs_m, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV,
-        BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, False,
+        dq, q, do, lse2, delta, k_ptr, v_ptr, stride_kn, stride_vn, span, offs_m, kv_len, lower, upper, factor,
+        cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
+        True,
     )  # fmt: skip
     dq = _key_loop(
-        dq, q, do, lse2, delta, k_ptr, v_ptr, stride_kn, stride_vn, full_end, end,
-        first, end, offs_m, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV,
-        BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, True,
+        dq, q, do, lse2, delta, k_ptr, v_ptr, stride_kn, stride_vn, span, offs_m, kv_len, lower, upper, factor,
+        cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
+        False,
     )  # fmt: skip
     return dq * sm_scale
 
 
 @triton.jit
 def _query_loop(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qm, stride_dom, begin, stop, first, end, offs_n,
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qm, stride_dom, span, offs_n,
     q_len, kv_len, lower, upper, factor, cap_scale,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    for m in tl.range(begin, stop, BLOCK_M):
+    first, end, full_begin, full_end, masked_begin, masked_left, masked_count = span
+    blocks = masked_count if MASK else (full_end - full_begin) // BLOCK_M
+    for i in tl.range(0, blocks):
+        m = masked_block(i, masked_begin, masked_left, full_end, BLOCK_M) if MASK else full_begin + i * BLOCK_M
         m = tl.multiple_of(m, BLOCK_M)
         offs_m = m + tl.arange(0, BLOCK_M)
         q = load_rows(q_ptr, stride_qm, m, first, end, BLOCK_M, HEAD_DIM, BLOCK_D, MASK)
@@ -169,30 +168,21 @@ def grad_key_value_tile(
     factor, cap_scale = _factors(sm_scale, softcap, SOFTCAP)
     lower, upper = clamp_bounds(lower, upper, q_len, kv_len)
     # The same band seen from the keys: -upper <= i - j <= -lower.
-    first, end, block_begin, full_begin, full_end = visible_range(
+    span = visible_range(
         start_n, tl.minimum(start_n + BLOCK_N, kv_len), q_len, -upper, -lower, HAS_UPPER, HAS_LOWER, BLOCK_M
     )
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for _ in range(group):
-        if HAS_UPPER:
-            dk, dv = _query_loop(
-                dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qm, stride_dom, block_begin,
-                tl.minimum(full_begin, end), first, end, offs_n, q_len, kv_len, lower, upper, factor, cap_scale,
-                HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
-                True,
-            )  # fmt: skip
         dk, dv = _query_loop(
-            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qm, stride_dom, full_begin,
-            full_end, first, end, offs_n, q_len, kv_len, lower, upper, factor, cap_scale,
-            HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
-            False,
+            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qm, stride_dom, span, offs_n,
+            q_len, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M,
+            HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, True,
         )  # fmt: skip
         dk, dv = _query_loop(
-            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qm, stride_dom, full_end,
-            end, first, end, offs_n, q_len, kv_len, lower, upper, factor, cap_scale,
-            HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
-            True,
+            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qm, stride_dom, span, offs_n,
+            q_len, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M,
+            HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, False,
         )  # fmt: skip
         do_ptr += stride_doh
         q_ptr += stride_qh
@@ -202,17 +192,19 @@ def grad_key_value_tile(
 
 
 @triton.jit(do_not_specialize=[
-    "sdb", "sdh", "sdm", "sqb", "sqh", "sqm", "skb", "skh", "skn", "svb", "svh", "svn", "sgb", "sgh", "sgm",
+    "sdb", "sdh", "sqb", "sqh", "skb", "skh", "svb", "svh", "sgb", "sgh",
     "heads", "group", "q_len", "kv_len", "lower", "upper",
 ])  # fmt: skip
 def grad_query_kernel(
-    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dq_ptr, sdb, sdh, sdm, sqb, sqh, sqm, skb, skh, skn, svb, svh, svn,
-    sgb, sgh, sgm, heads, group, q_len, kv_len, lower, upper, sm_scale, softcap,
+    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dq_ptr,
+    sdb, sdh, sdm: tl.constexpr, sqb, sqh, sqm: tl.constexpr, skb, skh, skn: tl.constexpr, svb, svh, svn: tl.constexpr,
+    sgb, sgh, sgm: tl.constexpr, heads, group, q_len, kv_len, lower, upper, sm_scale, softcap,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Eager launch: grid (batch * heads * query tiles,).  ALIGN divides every stride, which lets loads be wide."""
+    """Eager launch: grid (batch * heads * query tiles,).  ALIGN divides every batch and
+    head stride, which lets loads be wide; row strides are constants because that saves registers."""
     tiles = tl.cdiv(q_len, BLOCK_M)
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -221,10 +213,10 @@ def grad_query_kernel(
     head = tl.cast((pid // tiles) % heads, tl.int64)
     batch = tl.cast(pid // tiles // heads, tl.int64)
     kv_head = head // group
-    sdb, sdh, sdm = sdb // ALIGN * ALIGN, sdh // ALIGN * ALIGN, sdm // ALIGN * ALIGN
-    sqb, sqh, sqm = sqb // ALIGN * ALIGN, sqh // ALIGN * ALIGN, sqm // ALIGN * ALIGN
-    skb, skh, skn = skb // ALIGN * ALIGN, skh // ALIGN * ALIGN, skn // ALIGN * ALIGN
-    svb, svh, svn = svb // ALIGN * ALIGN, svh // ALIGN * ALIGN, svn // ALIGN * ALIGN
+    sdb, sdh = sdb // ALIGN * ALIGN, sdh // ALIGN * ALIGN
+    sqb, sqh = sqb // ALIGN * ALIGN, sqh // ALIGN * ALIGN
+    skb, skh = skb // ALIGN * ALIGN, skh // ALIGN * ALIGN
+    svb, svh = svb // ALIGN * ALIGN, svh // ALIGN * ALIGN
     row = (batch * heads + head) * q_len
     start_m = tile * BLOCK_M
     dq = grad_query_tile(
@@ -233,23 +225,24 @@ def grad_query_kernel(
         start_m, q_len, kv_len, lower, upper, sm_scale, softcap,
         HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
     )  # fmt: skip
-    store_rows(dq_ptr + batch * sgb + head * sgh, sgm // ALIGN * ALIGN, start_m, q_len, dq, BLOCK_M, HEAD_DIM, BLOCK_D)
+    store_rows(dq_ptr + batch * sgb + head * sgh, sgm, start_m, q_len, dq, BLOCK_M, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=[
-    "sdb", "sdh", "sdm", "sqb", "sqh", "sqm", "skb", "skh", "skn", "svb", "svh", "svn",
-    "sgkb", "sgkh", "sgkn", "sgvb", "sgvh", "sgvn", "heads", "group", "q_len", "kv_len", "lower", "upper",
+    "sdb", "sdh", "sqb", "sqh", "skb", "skh", "svb", "svh",
+    "sgkb", "sgkh", "sgvb", "sgvh", "heads", "group", "q_len", "kv_len", "lower", "upper",
 ])  # fmt: skip
 def grad_key_value_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    sdb, sdh, sdm, sqb, sqh, sqm, skb, skh, skn, svb, svh, svn, sgkb, sgkh, sgkn, sgvb, sgvh, sgvn,
+    sdb, sdh, sdm: tl.constexpr, sqb, sqh, sqm: tl.constexpr, skb, skh, skn: tl.constexpr, svb, svh, svn: tl.constexpr,
+    sgkb, sgkh, sgkn: tl.constexpr, sgvb, sgvh, sgvn: tl.constexpr,
     heads, group, q_len, kv_len, lower, upper, sm_scale, softcap,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Eager launch: grid (batch * kv heads * key tiles,).  ``heads`` counts query heads.  Early key tiles, which the
-    most queries see under a causal mask, come first by themselves."""
+    """Eager launch: grid (batch * kv heads * key tiles,).  ``heads`` counts query heads; the rest as in
+    ``grad_query_kernel``.  Early key tiles, which most queries see under a causal mask, come first by themselves."""
     tiles = tl.cdiv(kv_len, BLOCK_N)
     kv_heads = heads // group
     pid = tl.program_id(0)
@@ -257,10 +250,10 @@ def grad_key_value_kernel(
     kv_head = tl.cast((pid // tiles) % kv_heads, tl.int64)
     batch = tl.cast(pid // tiles // kv_heads, tl.int64)
     head = kv_head * group
-    sdb, sdh, sdm = sdb // ALIGN * ALIGN, sdh // ALIGN * ALIGN, sdm // ALIGN * ALIGN
-    sqb, sqh, sqm = sqb // ALIGN * ALIGN, sqh // ALIGN * ALIGN, sqm // ALIGN * ALIGN
-    skb, skh, skn = skb // ALIGN * ALIGN, skh // ALIGN * ALIGN, skn // ALIGN * ALIGN
-    svb, svh, svn = svb // ALIGN * ALIGN, svh // ALIGN * ALIGN, svn // ALIGN * ALIGN
+    sdb, sdh = sdb // ALIGN * ALIGN, sdh // ALIGN * ALIGN
+    sqb, sqh = sqb // ALIGN * ALIGN, sqh // ALIGN * ALIGN
+    skb, skh = skb // ALIGN * ALIGN, skh // ALIGN * ALIGN
+    svb, svh = svb // ALIGN * ALIGN, svh // ALIGN * ALIGN
     row = (batch * heads + head) * q_len
     start_n = tile * BLOCK_N
     dk, dv = grad_key_value_tile(
@@ -271,5 +264,5 @@ def grad_key_value_kernel(
     )  # fmt: skip
     dk_ptr += batch * sgkb + kv_head * sgkh
     dv_ptr += batch * sgvb + kv_head * sgvh
-    store_rows(dk_ptr, sgkn // ALIGN * ALIGN, start_n, kv_len, dk, BLOCK_N, HEAD_DIM, BLOCK_D)
-    store_rows(dv_ptr, sgvn // ALIGN * ALIGN, start_n, kv_len, dv, BLOCK_N, V_HEAD_DIM, BLOCK_DV)
+    store_rows(dk_ptr, sgkn, start_n, kv_len, dk, BLOCK_N, HEAD_DIM, BLOCK_D)
+    store_rows(dv_ptr, sgvn, start_n, kv_len, dv, BLOCK_N, V_HEAD_DIM, BLOCK_DV)

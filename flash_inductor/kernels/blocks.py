@@ -23,9 +23,10 @@ def visible_range(
 ):
     """Which positions ``j`` of the other sequence the rows ``i`` in [own_first, own_end) see: lower <= j - i <= upper.
 
-    Returns ``(first, end, block_begin, full_begin, full_end)``.  Some row sees each j in [first, end); blocks of STEP
-    start at block_begin; every row sees all of [full_begin, full_end), whose ends lie on block boundaries, so
-    [block_begin, full_begin) and [full_end, end) need a mask and the middle none.
+    Returns ``(first, end, full_begin, full_end, masked_begin, masked_left, masked_count)``.  No row sees anything
+    outside [first, end).  Every row sees all of [full_begin, full_end), whose ends lie on block boundaries.  The
+    masked_count other blocks of STEP lie masked_left of them left of the full ones, from masked_begin on, and the rest
+    right of them: see ``masked_block``.
     """
     first = 0
     end = other_len
@@ -40,7 +41,15 @@ def visible_range(
     block_begin = (first // STEP) * STEP
     full_begin = ((full_begin + STEP - 1) // STEP) * STEP
     full_end = tl.maximum((full_end // STEP) * STEP, full_begin)
-    return first, end, block_begin, full_begin, full_end
+    masked_left = tl.maximum(tl.cdiv(tl.minimum(full_begin, end) - block_begin, STEP), 0)
+    masked_right = tl.maximum(tl.cdiv(end - full_end, STEP), 0)
+    return first, end, full_begin, full_end, block_begin, masked_left, masked_left + masked_right
+
+
+@triton.jit
+def masked_block(index, masked_begin, masked_left, full_end, STEP: tl.constexpr):
+    """Where the index-th masked block starts.  One loop over both edges: a second loop body would cost registers."""
+    return tl.where(index < masked_left, masked_begin + index * STEP, full_end + (index - masked_left) * STEP)
 
 
 @triton.jit
@@ -49,11 +58,11 @@ def load_rows(
 ):
     """Rows [row, row + ROWS) of a matrix with a contiguous last dim, zero outside [first, end) (if MASK) and past DIM.
 
-    The 64-bit part of the offset is one scalar; offsets within the tile stay 32-bit.
+    Row offsets are 64-bit: a row stride times a row may pass 2**31.
     """
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_DIM)
-    ptrs = ptr + tl.cast(row, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
+    ptrs = (ptr + tl.cast(row + rows, tl.int64) * stride)[:, None] + dims[None, :]
     if MASK:
         keep = ((row + rows) >= first)[:, None] & ((row + rows) < end)[:, None]
         if DIM != BLOCK_DIM:
@@ -71,7 +80,7 @@ def store_rows(ptr, stride, row, end, tile, ROWS: tl.constexpr, DIM: tl.constexp
     """Store the rows below ``end`` and the columns below DIM of a tile, in the pointer's dtype."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_DIM)
-    ptrs = ptr + tl.cast(row, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
+    ptrs = (ptr + tl.cast(row + rows, tl.int64) * stride)[:, None] + dims[None, :]
     keep = ((row + rows) < end)[:, None] & (dims < DIM)[None, :]
     tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=keep)
 

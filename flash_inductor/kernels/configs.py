@@ -90,10 +90,7 @@ def configs(
         max_shared_memory: bytes a block may use; None means no limit.
     """
     bucket = max(64, block_d, block_dv)
-    if itemsize > 2:
-        tables = [_SMALL]
-    else:
-        tables = [_HOPPER if capability // 10 in (9, 10) else _AMPERE, _SMALL]
+    tables = [_SMALL] if itemsize > 2 else [_HOPPER if capability // 10 in (9, 10) else _AMPERE, _SMALL]
     smallest = _SMALL[kind][bucket][-1]
     if max_shared_memory is None:
         return tables[0][kind][bucket]

@@ -8,18 +8,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import LN2, LOG2E, band_mask, clamp_bounds, load_rows, store_rows, tanh, visible_range
+from .blocks import LN2, LOG2E, band_mask, clamp_bounds, load_rows, masked_block, store_rows, tanh, visible_range
 
 
 @triton.jit
 def _key_loop(
-    acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, begin, stop, first, end, offs_m, kv_len, lower, upper,
-    factor, cap_scale,
+    acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, span, offs_m, kv_len, lower, upper, factor, cap_scale,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    for n in tl.range(begin, stop, BLOCK_N):
+    first, end, full_begin, full_end, masked_begin, masked_left, masked_count = span
+    blocks = masked_count if MASK else (full_end - full_begin) // BLOCK_N
+    for i in tl.range(0, blocks):
+        n = masked_block(i, masked_begin, masked_left, full_end, BLOCK_N) if MASK else full_begin + i * BLOCK_N
         n = tl.multiple_of(n, BLOCK_N)
         k = load_rows(k_ptr, stride_kn, n, first, end, BLOCK_N, HEAD_DIM, BLOCK_D, MASK)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -86,27 +88,19 @@ def forward_tile(
         cap_scale = 0.0
     lower, upper = clamp_bounds(lower, upper, q_len, kv_len)
     last_m = tl.minimum(start_m + BLOCK_M, q_len)
-    first, end, block_begin, full_begin, full_end = visible_range(
-        start_m, last_m, kv_len, lower, upper, HAS_LOWER, HAS_UPPER, BLOCK_N
-    )
+    span = visible_range(start_m, last_m, kv_len, lower, upper, HAS_LOWER, HAS_UPPER, BLOCK_N)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    if HAS_LOWER:
-        acc, row_sum, row_max = _key_loop(
-            acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, block_begin, tl.minimum(full_begin, end),
-            first, end, offs_m, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV,
-            BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, True,
-        )  # fmt: skip
     acc, row_sum, row_max = _key_loop(
-        acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, full_begin, full_end,
-        first, end, offs_m, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV,
-        BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, False,
+        acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, span, offs_m, kv_len, lower, upper, factor,
+        cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
+        True,
     )  # fmt: skip
     acc, row_sum, row_max = _key_loop(
-        acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, full_end, end,
-        first, end, offs_m, kv_len, lower, upper, factor, cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV,
-        BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, True,
+        acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, span, offs_m, kv_len, lower, upper, factor,
+        cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
+        False,
     )  # fmt: skip
     empty = row_max == float("-inf")
     row_sum = tl.where(empty, 1.0, row_sum)
@@ -115,17 +109,19 @@ def forward_tile(
 
 
 @triton.jit(do_not_specialize=[
-    "sqb", "sqh", "sqm", "skb", "skh", "skn", "svb", "svh", "svn", "sob", "soh", "som",
+    "sqb", "sqh", "skb", "skh", "svb", "svh", "sob", "soh",
     "heads", "group", "q_len", "kv_len", "lower", "upper",
 ])  # fmt: skip
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sqb, sqh, sqm, skb, skh, skn, svb, svh, svn, sob, soh, som,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    sqb, sqh, sqm: tl.constexpr, skb, skh, skn: tl.constexpr, svb, svh, svn: tl.constexpr, sob, soh, som: tl.constexpr,
     heads, group, q_len, kv_len, lower, upper, sm_scale, softcap,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Eager launch: grid (batch * heads * query tiles,).  ALIGN divides every stride, which lets loads be wide."""
+    """Eager launch: grid (batch * heads * query tiles,).  ALIGN divides every batch and
+    head stride, which lets loads be wide; row strides are constants because that saves registers."""
     tiles = tl.cdiv(q_len, BLOCK_M)
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -134,9 +130,9 @@ def forward_kernel(
     head = (pid // tiles) % heads
     batch = tl.cast(pid // tiles // heads, tl.int64)
     kv_head = head // group
-    sqb, sqh, sqm = sqb // ALIGN * ALIGN, sqh // ALIGN * ALIGN, sqm // ALIGN * ALIGN
-    skb, skh, skn = skb // ALIGN * ALIGN, skh // ALIGN * ALIGN, skn // ALIGN * ALIGN
-    svb, svh, svn = svb // ALIGN * ALIGN, svh // ALIGN * ALIGN, svn // ALIGN * ALIGN
+    sqb, sqh = sqb // ALIGN * ALIGN, sqh // ALIGN * ALIGN
+    skb, skh = skb // ALIGN * ALIGN, skh // ALIGN * ALIGN
+    svb, svh = svb // ALIGN * ALIGN, svh // ALIGN * ALIGN
     start_m = tile * BLOCK_M
     acc, lse = forward_tile(
         q_ptr + batch * sqb + tl.cast(head, tl.int64) * sqh, k_ptr + batch * skb + tl.cast(kv_head, tl.int64) * skh,
@@ -145,6 +141,6 @@ def forward_kernel(
         SOFTCAP, PRECISION, FAST_TANH,
     )  # fmt: skip
     out_ptr += batch * sob + tl.cast(head, tl.int64) * soh
-    store_rows(out_ptr, som // ALIGN * ALIGN, start_m, q_len, acc, BLOCK_M, V_HEAD_DIM, BLOCK_DV)
+    store_rows(out_ptr, som, start_m, q_len, acc, BLOCK_M, V_HEAD_DIM, BLOCK_DV)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     tl.store(lse_ptr + (batch * heads + head) * q_len + offs_m, lse, mask=offs_m < q_len)
