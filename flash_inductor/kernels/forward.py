@@ -94,13 +94,13 @@ def forward_tile(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, row_sum, row_max = _key_loop(
         acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, span, offs_m, kv_len, lower, upper, factor,
-        cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
-        True,
+        cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION,
+        FAST_TANH, True,
     )  # fmt: skip
     acc, row_sum, row_max = _key_loop(
         acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, span, offs_m, kv_len, lower, upper, factor,
-        cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH,
-        False,
+        cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION,
+        FAST_TANH, False,
     )  # fmt: skip
     empty = row_max == float("-inf")
     row_sum = tl.where(empty, 1.0, row_sum)
@@ -120,8 +120,8 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Eager launch: grid (batch * heads * query tiles,).  ALIGN divides every batch and
-    head stride, which lets loads be wide; row strides are constants because that saves registers."""
+    """Eager launch: grid (batch * heads * query tiles,).  ALIGN divides every batch and head stride,
+    which lets loads be wide; row strides are constants because that saves registers."""
     tiles = tl.cdiv(q_len, BLOCK_M)
     pid = tl.program_id(0)
     tile = pid % tiles
