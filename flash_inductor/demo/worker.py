@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..matching.install import enabled
+from ..report import compiled_sites
 from .model import LanguageModel
 from .settings import Settings, load_text
 
@@ -93,19 +95,16 @@ def train(
 
 
 def run(variant: str, settings: Settings) -> None:
-    import flash_inductor
-    from flash_inductor import report
-
     model, meter = make_model(settings), MemoryMeter(settings.device)
     initial = {name: value.clone() for name, value in model.state_dict().items()}
-    with flash_inductor.enabled() if variant == "plugin" else nullcontext():
+    with enabled() if variant == "plugin" else nullcontext():
         compiled = torch.compile(model)
         train(settings, model, compiled, "train", meter)
     emit(
         "done",
         peak_bytes=meter.peak(),
         idle_bytes=meter.idle,
-        sites=[site.to_dict() for site in report.compiled_sites()],
+        sites=[site.to_dict() for site in compiled_sites()],
         torch=torch.__version__,
         parameters=sum(p.numel() for p in model.parameters()),
         device=torch.cuda.get_device_name() if meter.cuda else f"cpu, {torch.get_num_threads()} threads",

@@ -1,0 +1,89 @@
+"""benchmarks/e2e.py at toy sizes.  Graphs are rewritten as in a real run, but executed without Inductor: it's quick."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import flash_inductor
+from flash_inductor.matching.fusion_pass import rewrite_or_leave
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "e2e.py"
+compile_for_real = torch.compile
+
+
+@pytest.fixture
+def e2e(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "0")  # the script sets it for its process
+    spec = importlib.util.spec_from_file_location("e2e", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(__import__("sys").modules, "e2e", module)
+    spec.loader.exec_module(module)
+
+    def compile_quickly(model: Any, **options: Any) -> Any:
+        def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            if flash_inductor.is_enabled():
+                rewrite_or_leave(gm.graph)
+                gm.recompile()
+            return gm.forward
+
+        return compile_for_real(model, backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", compile_quickly)
+    return module
+
+
+def run(e2e: ModuleType, tmp_path: Path, *options: str) -> dict[tuple[str, str], dict[str, Any]]:
+    out = tmp_path / "out.json"
+    e2e.main(["--device", "cpu", "--tiny", "--repeat", "2", "--warmup", "1", "--out", str(out), *options])
+    return {(cell["family"], cell["impl"]): cell for cell in json.loads(out.read_text())["cells"]}
+
+
+def test_plugin_replaces_every_site_and_gives_the_same_losses(e2e: ModuleType, tmp_path: Path) -> None:
+    cells = run(e2e, tmp_path, "--impls", "sdpa,eager,ours-sdpa,ours-eager")
+    assert len(cells) == 16
+    for (family, impl), cell in cells.items():
+        if family == "gemma2-2b" and impl.endswith("sdpa"):
+            assert "does not support" in cell["error"]  # transformers refuses it: SDPA has no softcap
+            continue
+        assert cell["error"] is None
+        assert cell["within_rounding"] is True, cell
+        assert cell["losses"][-1] < cell["losses"][0]
+        assert cell["replaced"] == (2 if impl.startswith("ours-") else 0), cell["left_alone"]
+
+
+def test_comparison_sees_wrong_losses_and_gradients(e2e: ModuleType) -> None:
+    def cell(impl: str, losses: list[float], norm: float) -> Any:
+        return e2e.Cell("llama3-8b", impl, losses=losses, gradient_norm=norm)
+
+    cells = [
+        cell("sdpa", [6.0, 5.0], 1.0),
+        cell("eager", [6.0, 5.0001], 1.0001),
+        cell("ours-sdpa", [6.0, 5.0002], 1.0002),
+        cell("ours-eager", [6.0, 5.01], 1.0),
+        cell("ours-eager", [6.0, 5.0], 1.01),
+    ]
+    e2e.compare(cells, rounding=1e-6)
+    assert [c.within_rounding for c in cells] == [True, True, True, False, False]
+
+
+def test_failing_cell_leaves_the_others(e2e: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = run(e2e, tmp_path, "--families", "llama3-8b", "--impls", "flex_attention,sdpa")
+    assert "backward on CPU" in cells["llama3-8b", "flex_attention"]["error"]
+    assert cells["llama3-8b", "sdpa"]["error"] is None
+    assert "failed: NotImplementedError" in capsys.readouterr().out
+
+
+def test_unknown_names_are_refused(e2e: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        e2e.main(["--families", "llama"])
+    assert "--families: expected some of llama3-8b" in capsys.readouterr().err
