@@ -11,11 +11,12 @@ keys.  It rewrites nothing before :func:`enable` and does not import torch._indu
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
-from . import ops as _ops
+from . import ops
 from ._compat import hooks as _hooks
 from .backend import flash_inductor as _backend
 from .config import Config, get_config, override, set_config
 from .explain import explain, report
+from .functional import attention
 from .matching.install import (
     compose,
     disable,
@@ -39,6 +40,7 @@ __all__ = [
     "MaskSpec",
     "Site",
     "__version__",
+    "attention",
     "compose",
     "disable",
     "enable",
@@ -46,6 +48,7 @@ __all__ = [
     "explain",
     "get_config",
     "is_enabled",
+    "ops",
     "override",
     "report",
     "set_config",

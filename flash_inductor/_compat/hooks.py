@@ -182,7 +182,7 @@ def inductor_backend(mode: str | None, options: dict[str, Any] | None) -> Callab
 
 
 def subgraphs(gm: Any) -> Iterator[Any]:
-    """The bodies of a graph's higher-order ops, innermost first, in the order in which Inductor runs pre-grad passes."""
+    """The bodies of a graph's higher-order ops, innermost first: the order in which Inductor runs pre-grad passes."""
     from torch._inductor.compile_fx import _get_subgraph_names
 
     for name in _get_subgraph_names(gm):
@@ -222,7 +222,7 @@ def tracing_aside(model: Any) -> Iterator[list[str]]:
     limits = {
         name: 1 << 20
         for name in ("recompile_limit", "accumulated_recompile_limit")
-        if name in torch._dynamo.config._config
+        if hasattr(torch._dynamo.config, name)
     }
     with ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(limits))

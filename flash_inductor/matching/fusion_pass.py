@@ -24,7 +24,7 @@ _said: set[str] = set()
 
 
 def _hash_of_sources() -> str:
-    """Of every file of the package, with its name: kernels, lowerings, fakes and matcher all decide what is compiled."""
+    """Of every file of the package: kernels, lowerings, fakes and matcher all decide what is compiled."""
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
@@ -60,8 +60,8 @@ class FusionPass(_Pass):
             return
         if not hooks.passes_run_before_cache_lookup():
             _warn_once(
-                "attention is not rewritten: torch._inductor.config.pre_grad_pass_timing is 'late', but the rewrite has "
-                "to run for cached graphs too; leave it unset or set it to 'early'"
+                "attention is not rewritten: torch._inductor.config.pre_grad_pass_timing is 'late', but the rewrite "
+                "has to run for cached graphs too; leave it unset or set it to 'early'"
             )
             return
         ensure_key()
@@ -96,7 +96,7 @@ def import_lowerings() -> None:
     except Exception as error:
         if settings.get_config().strict:
             raise
-        _warn_once(f"the kernels can't be lowered to templates with this torch, they are called instead: {error}", error)
+        _warn_once(f"no lowering to templates with this torch, the kernels are called instead: {error}", error)
 
 
 def ensure_key() -> None:
@@ -152,23 +152,24 @@ def _warn_once(message: str, error: BaseException | None = None) -> None:
 
 
 class _Backup:
-    """A copy of a graph's nodes, to put back."""
+    """A copy of a graph's nodes, to put back.  Placeholders stay the same objects: Dynamo has put attributes on them."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.copy = fx.Graph()
-        self.copy.output(self.copy.graph_copy(graph, {}))
-        outputs = [n for n in graph.nodes if n.op == "output"]
-        self.output_meta = dict(outputs[-1].meta) if outputs else {}
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            copies[node] = self.copy.node_copy(node, copies.__getitem__)
+        self.placeholders = {copies[node]: node for node in graph.nodes if node.op == "placeholder"}
 
     def restore(self) -> None:
         for node in reversed(list(self.graph.nodes)):
-            node.args, node.kwargs = (), {}
-        for node in list(self.graph.nodes):
-            self.graph.erase_node(node)
-        self.graph._graph_namespace = fx.graph._Namespace()  # so that nodes get their old names, not x_1 for x
-        output = self.graph.output(self.graph.graph_copy(self.copy, {}))
-        output.meta.update(self.output_meta)
+            if node.op != "placeholder":
+                self.graph.erase_node(node)
+        originals = dict(self.placeholders)
+        for copied in self.copy.nodes:
+            if copied not in originals:
+                originals[copied] = self.graph.node_copy(copied, originals.__getitem__)
 
 
 def graphs_of(gm: torch.fx.GraphModule) -> list[fx.Graph]:
