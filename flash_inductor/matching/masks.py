@@ -15,8 +15,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .._compat import buffers
+from ..config import get_config
 from ..spec import Int, MaskSpec
-from . import canonical, closed
+from . import canonical, closed, effects
 from .canonical import Arg
 from .mask_domain import Pred, Top, TwoValued, Unknown, Value, broadcast, known, same, simplify
 from .mask_interpreter import Interpreter
@@ -65,7 +66,7 @@ def prove(mask: Arg, kind: str, q_len: Int, kv_len: Int, at: fx.Node) -> MaskPro
     used: list[fx.Node] = []
 
     def leaf(node: fx.Node) -> Value | None:
-        real = buffers.buffer_value(node)
+        real = _readable(node)
         if real is None:
             return None
         used.append(node)
@@ -80,7 +81,7 @@ def prove(mask: Arg, kind: str, q_len: Int, kv_len: Int, at: fx.Node) -> MaskPro
             shape = [simplify(s) for s in tensor.shape]
             answer = _from_value(value, kind, shape, tensor.dtype, q_len, kv_len)
             if isinstance(answer, Refusal):
-                evaluated = closed.evaluate(mask, at, buffers.buffer_value)
+                evaluated = closed.evaluate(mask, at, _readable)
                 if isinstance(evaluated, closed.Evaluated):
                     used = list(evaluated.buffers)
                     exact = closed.recognise(evaluated.tensor)
@@ -90,6 +91,15 @@ def prove(mask: Arg, kind: str, q_len: Int, kv_len: Int, at: fx.Node) -> MaskPro
     if isinstance(answer, MaskProof):
         return replace(answer, buffers=tuple(dict.fromkeys(used)))
     return answer
+
+
+def _readable(node: fx.Node) -> torch.Tensor | None:
+    """The value of a buffer.  One that the graph itself writes to would compile again at every call."""
+    real = buffers.buffer_value(node)
+    if real is None or real.numel() > get_config().max_mask_elements:
+        return None
+    writes = (effects.written(user) for alias in effects.aliases(node) for user in alias.users)
+    return None if any(effects.aliases(node) & set(w) for w in writes) else real
 
 
 def conjoin(proofs: Sequence[MaskProof]) -> MaskProof | Refusal:
