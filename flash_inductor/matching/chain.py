@@ -1,0 +1,350 @@
+"""The walk from a softmax back to the score product, and what the steps on the way amount to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import canonical, products
+from .canonical import Arg, Call, tensor
+from .masks import NEGLIGIBLE
+from .products import Product
+from .program import Program, Refused, constant, same_shape, same_size
+
+MAX_STEPS = 64
+
+
+@dataclass(frozen=True)
+class Scale:
+    factor: float
+
+
+@dataclass(frozen=True)
+class Tanh:
+    pass
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A number for each row is subtracted, which softmax doesn't see."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Mask:
+    """``kind`` "keep", "drop" (bool, see masks.prove) with the score of hidden pairs, or "additive"."""
+
+    kind: str
+    mask: fx.Node
+    at: fx.Node
+    fill: float = -math.inf
+
+
+Step = Scale | Tanh | Shift | Cast | Mask
+
+
+@dataclass
+class Chain:
+    """What was found between the score product and a node, in execution order; ``nodes`` computed it."""
+
+    product: Product
+    steps: list[Step] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)
+    regrouped: bool = False
+
+    def then(self, node: fx.Node, *steps: Step, nodes: tuple[fx.Node, ...] = ()) -> Chain:
+        self.steps.extend(steps)
+        self.nodes.extend([*nodes, node])
+        return self
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """scores = mask(softcap(scale * q @ k.T))."""
+
+    scale: float
+    softcap: float | None
+    masks: list[Mask]
+    dtypes: set[torch.dtype]
+
+
+def walk(program: Program, node: Arg, at: fx.Node, depth: int = 0) -> Chain:
+    """The chain from the score product to what ``node`` holds when ``at`` runs.  Raises Refused."""
+    if depth > MAX_STEPS:
+        raise Refused("the chain between the score product and the softmax is too long")
+    c = program.value(node, at)
+    if c is None or tensor(c.node) is None:
+        name = node.name if isinstance(node, fx.Node) else str(node)
+        raise Refused(f"the scores come from `{name}`, which isn't a product of query and key")
+    if c.op in products.OPS:
+        return _product(program, c)
+    step = _STEPS.get(c.op)
+    if step is None:
+        raise Refused(f"`{c.op}` between the score product and the softmax isn't understood")
+    return step(program, c, depth + 1)
+
+
+def _product(program: Program, c: Call) -> Chain:
+    chain = Chain(products.parse(c), nodes=[c.node])
+    if c.op == "baddbmm":
+        alpha, beta = constant(program, c.get("alpha", 1), c.node), constant(program, c.get("beta", 1), c.node)
+        if alpha is None or beta not in (0.0, 1.0):
+            raise Refused("baddbmm needs a constant alpha, and a beta of 0 or 1")
+        chain.steps.append(Scale(alpha))
+        if beta == 1.0:
+            chain.steps.append(Mask("additive", c["input"], c.node))
+    elif set(c.args) - {"input", "other", "equation", "operands"}:
+        raise Refused(f"an argument of the score product isn't understood: {sorted(c.args)}")
+    return chain
+
+
+def _only(c: Call, *names: str) -> None:
+    extra = [k for k, v in c.args.items() if k not in names and v is not None and not (k == "alpha" and v == 1)]
+    if extra:
+        raise Refused(f"the argument `{extra[0]}` of `{c.op}` on the scores isn't understood")
+
+
+def _inner(program: Program, c: Call, node: Arg, depth: int) -> Chain:
+    """The chain up to an operand of ``c`` that is as large as the result."""
+    if not isinstance(node, fx.Node) or not same_shape(tensor(node), tensor(c.node)):
+        raise Refused(f"`{c.op}` broadcasts the scores to another shape")
+    return walk(program, node, c.node, depth)
+
+
+def _scale(program: Program, c: Call, depth: int) -> Chain:
+    _only(c, "input", "other")
+    a, b = c["input"], c["other"]
+    factor = constant(program, b, c.node)
+    if factor is None and c.op == "mul" and (first := constant(program, a, c.node)) is not None:
+        a, b, factor = b, a, first
+    if factor is None:
+        if not same_shape(tensor(a), tensor(c.node)):
+            a, b = b, a
+        raise Refused(
+            f"the scores are {'multiplied' if c.op == 'mul' else 'divided'} by `{b}`, which isn't a constant; "
+            "use a Python number (under dynamic=True, one that isn't an argument of the compiled function)"
+        )
+    if c.op == "div":
+        if factor == 0:
+            raise Refused("the scores are divided by 0")
+        factor = 1 / factor
+    return _inner(program, c, a, depth).then(c.node, Scale(factor))
+
+
+def _tanh(program: Program, c: Call, depth: int) -> Chain:
+    _only(c, "input")
+    return _inner(program, c, c["input"], depth).then(c.node, Tanh())
+
+
+def _same(program: Program, c: Call, depth: int) -> Chain:
+    _only(c, "input", "memory_format")
+    return _inner(program, c, c["input"], depth).then(c.node)
+
+
+def _cast(program: Program, c: Call, depth: int) -> Chain:
+    source, result = tensor(c["input"]), tensor(c.node)
+    if source is None or result is None or source.device != result.device:
+        raise Refused("the scores are moved to another device")
+    if not (result.dtype.is_floating_point and source.dtype.is_floating_point):
+        raise Refused(f"the scores are cast to {result.dtype}")
+    return _inner(program, c, c["input"], depth).then(c.node, Cast(result.dtype))
+
+
+def _dropout(program: Program, c: Call, depth: int) -> Chain:
+    require_inactive_dropout(program, c)
+    return _same(program, Call(c.op, {"input": c["input"]}, c.node), depth)
+
+
+def _reshape(program: Program, c: Call, depth: int) -> Chain:
+    source = c["input"]
+    if not regroups_leading_dims(source, c.node):
+        raise Refused(f"`{c.op}` rearranges the query or key dim of the scores")
+    chain = walk(program, source, c.node, depth).then(c.node)
+    if not same_shape(tensor(source), tensor(c.node)):
+        chain.regrouped = True
+    return chain
+
+
+def _add(program: Program, c: Call, depth: int) -> Chain:
+    _only(c, "input", "other")
+    chain, mask = _scores_and_other(program, c, depth)
+    return chain.then(c.node, Mask("additive", mask, c.node))
+
+
+def _scores_and_other(program: Program, c: Call, depth: int) -> tuple[Chain, fx.Node]:
+    """Which operand of an addition leads to the score product, and the other one."""
+    found: list[tuple[Chain, fx.Node]] = []
+    reasons: list[Refused] = []
+    for scores, mask in ((c["input"], c["other"]), (c["other"], c["input"])):
+        if not isinstance(scores, fx.Node) or not isinstance(mask, fx.Node):
+            raise Refused("a number is added to the scores")
+        try:
+            chain = _inner(program, c, scores, depth)
+        except Refused as reason:
+            reasons.append(reason)
+            continue
+        found.append((chain, mask))
+    if len(found) == 2:
+        raise Refused("the scores are a sum of two products (a bias that depends on the content)")
+    if not found:
+        raise _best_reason(reasons)
+    return found[0]
+
+
+def _best_reason(reasons: list[Refused]) -> Refused:
+    dull = ("isn't a product of query and key", "broadcasts the scores", "isn't understood")
+    return min(reasons, key=lambda r: sum(d in str(r) for d in dull))
+
+
+def _sub(program: Program, c: Call, depth: int) -> Chain:
+    _only(c, "input", "other")
+    scores, other = c["input"], c["other"]
+    if c.op == "rsub" or not isinstance(other, fx.Node):
+        raise Refused("the scores are subtracted from something, or a number from them")
+    nodes = _row_maximum(program, other, scores, c.node)
+    if nodes is None:
+        raise Refused("something that isn't the row maximum is subtracted from the scores; add a mask instead")
+    return _inner(program, c, scores, depth).then(c.node, Shift(), nodes=nodes)
+
+
+def _row_maximum(program: Program, node: fx.Node, scores: Arg, at: fx.Node) -> tuple[fx.Node, ...] | None:
+    """The nodes that compute ``scores.max(-1, keepdim=True)``, if ``node`` is that."""
+    nodes: list[fx.Node] = []
+    c = program.value(node, at)
+    while c is not None and c.op in ("detach", "getattr", "getitem"):
+        if (c.op == "getitem" and c.get("index") != 0) or (c.op == "getattr" and c.get("name") != "values"):
+            return None
+        nodes.append(c.node)
+        source = c["input"]
+        # max returns a tuple, which has no memory of its own to look at
+        c = program.value(source, c.node) if tensor(source) is not None else canonical.call(source)
+    if c is None or c.op not in ("max", "amax") or c.get("keepdim") is not True or c["input"] is not scores:
+        return None
+    value, dim = tensor(c["input"]), c.get("dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if value is None or dim not in (-1, value.dim() - 1):
+        return None
+    assert isinstance(scores, fx.Node)
+    if program.writes_between(scores, program.position[c.node], program.position[at]):
+        return None
+    return (c.node, *nodes[::-1])
+
+
+def _masked_fill(program: Program, c: Call, depth: int) -> Chain:
+    _only(c, "input", "mask", "value")
+    fill = _fill(program, c.get("value"), c.node)
+    return _inner(program, c, c["input"], depth).then(c.node, Mask("drop", c["mask"], c.node, fill))
+
+
+def _where(program: Program, c: Call, depth: int) -> Chain:
+    _only(c, "condition", "input", "other")
+    yes, no = c.get("input"), c.get("other")
+    if constant(program, no, c.node) is not None:
+        scores, fill, kind = yes, _fill(program, no, c.node), "keep"
+    elif constant(program, yes, c.node) is not None:
+        scores, fill, kind = no, _fill(program, yes, c.node), "drop"
+    else:
+        raise Refused("the scores are replaced by something that isn't a constant where they are masked")
+    return _inner(program, c, scores, depth).then(c.node, Mask(kind, c["condition"], c.node, fill))
+
+
+def _fill(program: Program, value: Arg, at: fx.Node) -> float:
+    fill = constant(program, value, at)
+    if fill is None:
+        raise Refused("the value of masked scores isn't a constant")
+    return fill
+
+
+_STEPS: dict[str, Any] = {
+    "mul": _scale,
+    "div": _scale,
+    "tanh": _tanh,
+    "contiguous": _same,
+    "clone": _same,
+    "cast": _cast,
+    "dropout": _dropout,
+    "view": _reshape,
+    "reshape": _reshape,
+    "flatten": _reshape,
+    "unflatten": _reshape,
+    "add": _add,
+    "sub": _sub,
+    "rsub": _sub,
+    "masked_fill": _masked_fill,
+    "where": _where,
+}
+
+
+def regroups_leading_dims(source: Arg, result: Arg) -> bool:
+    """Whether a reshape keeps the last two dims, so that in row-major order it only splits or merges the others."""
+    a, b = tensor(source), tensor(result)
+    return (
+        a is not None
+        and b is not None
+        and a.dim() >= 2
+        and b.dim() >= 2
+        and all(same_size(a.shape[d], b.shape[d]) for d in (-2, -1))
+    )
+
+
+def require_inactive_dropout(program: Program, c: Call) -> None:
+    """Raise Refused unless the dropout is known to do nothing."""
+    p = constant(program, c.get("p", 0.5), c.node)
+    if c.get("training", c.op != "dropout" or c.node.op != "call_function") is False or p == 0:
+        return
+    if p is None:
+        raise Refused("the dropout probability isn't a constant; use a Python number")
+    raise Refused(f"dropout {p:g} on the probabilities is active; set it to 0 or call model.eval()")
+
+
+def interpret(steps: list[Step]) -> Scoring:
+    """What the steps after the product compute, or Refused if no AttentionSpec says it."""
+    scale, cap, masks, dtypes = 1.0, None, [], set()
+    capped: float | None = None  # the factor inside tanh, once there was one
+    for step in steps:
+        if isinstance(step, Cast):
+            dtypes.add(step.dtype)
+        elif isinstance(step, Mask):
+            masks.append(step)
+        elif isinstance(step, Tanh):
+            if capped is not None or masks:
+                raise Refused("tanh comes twice, or after a mask; a softcap comes once, before the mask")
+            capped, cap = scale, 1.0
+        elif isinstance(step, Shift):
+            continue
+        elif isinstance(step, Scale):
+            if not (step.factor > 0 and math.isfinite(step.factor)):
+                raise Refused(f"the scores are scaled by {step.factor:g}, which isn't a positive number")
+            masks = [_scaled(m, step.factor) for m in masks]
+            if cap is None:
+                scale *= step.factor
+            else:
+                cap *= step.factor
+    if any(isinstance(s, Shift) for s in steps[: _index_of_tanh(steps)]):
+        raise Refused("something is subtracted from the scores before the softcap")
+    if capped is not None and cap is not None:
+        scale = capped * cap  # cap * tanh(capped * x) == cap * tanh(scale * x / cap)
+    for mask in masks:
+        if mask.kind != "additive" and mask.fill > NEGLIGIBLE:
+            raise Refused(f"masked scores are set to {mask.fill:g}, which does not hide them; use float('-inf')")
+    return Scoring(scale, cap, masks, dtypes)
+
+
+def _index_of_tanh(steps: list[Step]) -> int:
+    return next((i for i, s in enumerate(steps) if isinstance(s, Tanh)), 0)
+
+
+def _scaled(mask: Mask, factor: float) -> Mask:
+    if mask.kind == "additive":
+        if factor != 1.0:
+            raise Refused("the scores are scaled after an additive mask; scale them before")
+        return mask
+    return Mask(mask.kind, mask.mask, mask.at, mask.fill * factor)

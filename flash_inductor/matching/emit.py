@@ -1,0 +1,225 @@
+"""Writes the op into the graph: views of the inputs, the op, views of its output, all with fake values."""
+
+from __future__ import annotations
+
+import operator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ops.layout import memory_order
+from ..ops.library import attn
+from ..spec import AttentionSpec
+from . import canonical
+from .canonical import tensor, value
+from .plan import Input, Plan
+from .products import Label
+from .program import Refused, same_shape, same_strides
+
+aten = torch.ops.aten
+_COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+
+
+class Emitter:
+    """Adds nodes before ``at``; :meth:`undo` takes all of them back."""
+
+    def __init__(self, at: fx.Node, source: fx.Node) -> None:
+        self.at = at
+        self.graph = at.graph
+        self.key = "example_value" if "example_value" in at.meta else "val"
+        self.meta = {k: at.meta[k] for k in _COPIED_META if k in at.meta}
+        # the mode that made the values: Dynamo's own, which isn't the one that detect_fake_mode() answers
+        self.mode = getattr(tensor(source), "fake_mode", None)
+        self.nodes: list[fx.Node] = []
+
+    def call(self, target: Any, *args: Any, autocast: tuple[str, torch.dtype] | None = None, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.at):
+            node = self.graph.call_function(target, args, kwargs)
+        self.nodes.append(node)
+        node.meta.update(self.meta)
+        values, named = fx.map_arg((args, kwargs), value)
+        with ExitStack() as stack:
+            if self.mode is not None:
+                stack.enter_context(self.mode)
+            stack.enter_context(torch.no_grad())
+            device = tensor(self.at).device.type  # type: ignore[union-attr]
+            stack.enter_context(
+                torch.autocast(device, autocast[1]) if autocast else torch.autocast(device, enabled=False)
+            )
+            node.meta[self.key] = target(*values, **named)
+        return node
+
+    def undo(self) -> None:
+        for node in reversed(self.nodes):
+            self.graph.erase_node(node)
+        self.nodes.clear()
+
+    def size(self, source: Input, label: Label) -> Any:
+        """A size as an argument: a number, or a node that computes it."""
+        size = source.size(label)
+        if isinstance(size, int):
+            return size
+        return self.call(aten.sym_size.int, source.node, source.labels.index(label))
+
+    def symbol(self, size: Any) -> Any:
+        """A SymInt expression as an argument: computed from sizes that the graph has."""
+        if size is None or isinstance(size, (int, float)):
+            return size
+        import sympy
+
+        def build(expr: Any) -> Any:
+            if expr.is_Integer:
+                return int(expr)
+            if expr.is_Symbol:
+                return self._of_symbol(expr)
+            fn = operator.add if isinstance(expr, sympy.Add) else operator.mul if isinstance(expr, sympy.Mul) else None
+            if fn is None:
+                raise Refused(f"the mask's bound {size} can't be computed in the graph")
+            parts = [build(a) for a in expr.args]
+            total = parts[0]
+            for part in parts[1:]:
+                both = isinstance(total, int) and isinstance(part, int)
+                total = fn(total, part) if both else self.call(fn, total, part)
+            return total
+
+        return build(size.node.expr)
+
+    def _of_symbol(self, symbol: Any) -> fx.Node:
+        for node in self.graph.nodes:
+            if node is self.at:
+                break
+            known = value(node)
+            if isinstance(known, torch.SymInt) and known.node.expr == symbol:
+                return node
+            if isinstance(known, torch.Tensor) and node.op in ("placeholder", "get_attr"):
+                for dim, size in enumerate(known.shape):
+                    if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                        return self.call(aten.sym_size.int, node, dim)
+        raise Refused(f"the size {symbol} isn't computed in this graph")
+
+
+def _operand(e: Emitter, plan: Plan, source: Input) -> fx.Node:
+    """The [batch, heads, length, head dim] view of an input."""
+    node, labels = source.node, list(source.labels)
+    for dim in reversed([d for d, x in enumerate(labels) if x is None]):
+        node = e.call(aten.squeeze.dim, node, dim)
+        del labels[dim]
+    missing = [x for x in source.order if x not in labels]
+    for label in missing:
+        node = e.call(aten.unsqueeze.default, node, 0)
+        labels.insert(0, label)
+    permutation = [labels.index(x) for x in source.order]
+    if permutation != list(range(len(labels))):
+        node = e.call(aten.permute.default, node, permutation)
+    if missing:
+        sizes = [e.size(plan.sizes(x)[0], x) if x in missing else -1 for x in source.order]
+        node = e.call(aten.expand.default, node, sizes)
+    batch, heads = len(source.batch), len(source.heads)
+    if heads > 1:
+        node = e.call(aten.flatten.using_ints, node, batch, batch + heads - 1)
+    if batch > 1:
+        node = e.call(aten.flatten.using_ints, node, 0, batch - 1)
+    if batch == 0:
+        node = e.call(aten.unsqueeze.default, node, 0)
+    if heads == 0:
+        node = e.call(aten.unsqueeze.default, node, 1)
+    return node
+
+
+def _result(e: Emitter, plan: Plan, node: fx.Node) -> fx.Node:
+    """The op's output in the dims of the site's result."""
+    labels: list[Label] = []
+    for labels_here, dim in ((plan.out_heads, 1), (plan.out_batch, 0)):
+        if len(labels_here) > 1:
+            sizes = [e.size(plan.sizes(x)[0], x) for x in labels_here]
+            node = e.call(aten.unflatten.int, node, dim, sizes)
+        elif not labels_here:
+            node = e.call(aten.squeeze.dim, node, dim)
+    labels = [*plan.out_batch, *plan.out_heads, plan.query.length, plan.value.feature]
+    permutation = [labels.index(x) for x in plan.out]
+    if permutation != list(range(len(labels))):
+        node = e.call(aten.permute.default, node, permutation)
+    return node
+
+
+def replacement(
+    site: fx.Node,
+    plan: Plan,
+    spec: AttentionSpec,
+    *,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
+    keep_strides: bool,
+    private: bool,
+) -> tuple[Emitter, fx.Node]:
+    """Emit what computes ``site`` by the op.  Raises Refused, having emitted nothing, if that fails.
+
+    Args:
+        dtype: the op's dtype; inputs of others are cast to it, unless ``autocast`` (its dtype) does so.
+        keep_strides: give the result the strides that ``site`` has.
+        private: the result will be written to, so it must not be the tensor that the op saves for its backward.
+    """
+    e = Emitter(site, plan.query.node)
+    try:
+        tensors = [_operand(e, plan, source) for source in plan.inputs]
+        if autocast is None:
+            tensors = [
+                x if tensor(x).dtype is dtype else e.call(aten.to.dtype, x, dtype)  # type: ignore[union-attr]
+                for x in tensors
+            ]
+        old = tensor(site)
+        assert old is not None  # checked when the site was found
+        kwargs = {name: e.symbol(arg) for name, arg in spec.op_kwargs().items()}
+        both = e.call(attn, *tensors, autocast=None if autocast is None else (old.device.type, autocast), **kwargs)
+        node = _result(e, plan, e.call(operator.getitem, both, 0))
+        new = tensor(node)
+        if not same_shape(new, old):
+            raise Refused("the shape of the result could not be kept")
+        if new.dtype is not old.dtype:  # type: ignore[union-attr]
+            node = e.call(aten.to.dtype, node, old.dtype)
+        elif private:
+            node = e.call(aten.clone.default, node)
+        if keep_strides and not same_strides(tensor(node), old):
+            node = _with_strides(e, node, old)
+        return e, node
+    except (TypeError, ValueError, NotImplementedError) as error:
+        e.undo()
+        raise Refused(f"the op does not take these inputs: {error}") from error
+    except Exception:
+        e.undo()
+        raise
+
+
+def _with_strides(e: Emitter, node: fx.Node, like: torch.Tensor) -> fx.Node:
+    """A copy with the strides of ``like``, which is dense: some order of the dims is contiguous."""
+    order = memory_order(like.stride(), like.shape)
+    if order != list(range(len(order))):
+        back = [order.index(dim) for dim in range(len(order))]
+        node = e.call(aten.permute.default, node, order)
+        node = e.call(aten.permute.default, e.call(aten.contiguous.default, node), back)
+    else:
+        node = e.call(aten.contiguous.default, node)
+    if not same_strides(tensor(node), like):
+        raise Refused("the strides of the result matter here and could not be kept; call .contiguous() on it")
+    return node
+
+
+def prune(nodes: list[fx.Node], matched: set[fx.Node]) -> None:
+    """Erase the replaced nodes and what only they needed, but nothing that could have an effect of its own."""
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node.users or node._erased or node.op not in ("call_function", "call_method"):
+            continue
+        if node not in matched and not _is_pure(node):
+            continue
+        inputs = node.all_input_nodes
+        node.graph.erase_node(node)
+        pending.extend(inputs)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    c = canonical.call(node)
+    return c is not None and not c.inplace and c.op not in ("dropout", "setitem") and "out" not in c.args

@@ -1,0 +1,177 @@
+"""A graph in program order: what a node's tensor holds at a given moment, in an IR that isn't functional.
+
+After ``s.masked_fill_(m, -inf)`` the node ``s`` stands for something else than before, though no edge says so.
+:meth:`Program.value` answers with the operation that really made the value, the in-place one if there was one.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from . import canonical, effects
+from .canonical import Arg, Call
+
+
+class Refused(Exception):
+    """An attention site that is left alone; the text is a sentence for the user, with the remedy if there is one."""
+
+
+class Program:
+    """Positions and writes of a graph.  Valid until the graph changes."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.position = effects.order(graph)
+        self.nodes = list(graph.nodes)
+        self.writes: list[tuple[int, fx.Node, fx.Node]] = [
+            (position, writer, target)
+            for writer, position in self.position.items()
+            for target in effects.written(writer)
+            if writer.op not in ("output", "placeholder", "get_attr")
+        ]
+        self._storages: dict[fx.Node, frozenset[int]] = {}
+
+    def storages(self, node: fx.Node) -> frozenset[int]:
+        """The memory of a node's tensors, as the fake tensors know it."""
+        if node not in self._storages:
+            self._storages[node] = frozenset(effects._storages(node))
+        return self._storages[node]
+
+    def overlap(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two nodes may share memory; without metadata they may."""
+        x, y = self.storages(a), self.storages(b)
+        return a is b or bool(x & y) or not (x and y)
+
+    def writes_between(self, node: fx.Node, start: int, end: int) -> list[tuple[fx.Node, fx.Node]]:
+        """(writer, node it writes to) of all writes to the memory of ``node`` at positions start < p < end."""
+        return [(w, t) for position, w, t in self.writes if start < position < end and self.overlap(t, node)]
+
+    def value(self, node: Arg, at: fx.Node) -> Call | None:
+        """The operation that made what ``node`` holds when ``at`` runs; its arguments are to be read at ``call.node``.
+
+        None for a placeholder or an unknown operation, and where another view of the memory was written.
+        """
+        if not isinstance(node, fx.Node):
+            return None
+        writes = self.writes_between(node, self.position[node], self.position[at])
+        if not writes:
+            return canonical.call(node)
+        writer, target = writes[-1]
+        c = canonical.call(writer)
+        whole = c is not None and c.op != "setitem" and "out" not in c.args and same_layout(target, node)
+        return c if whole else None
+
+    def between(self, first: fx.Node, last: fx.Node) -> list[fx.Node]:
+        return self.nodes[self.position[first] : self.position[last] + 1]
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for every run of the graph; puts no guard on them."""
+    if a is b:
+        return True
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(statically_known_true(a == b))
+
+
+def same_shape(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return (
+        a is not None
+        and b is not None
+        and a.dim() == b.dim()
+        and all(same_size(x, y) for x, y in zip(a.shape, b.shape, strict=True))
+    )
+
+
+def same_strides(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two tensors of one shape have the same strides, where they matter."""
+    return (
+        a is not None
+        and b is not None
+        and all(same_size(x, y) or same_size(n, 1) for x, y, n in zip(a.stride(), b.stride(), a.shape, strict=True))
+    )
+
+
+def same_layout(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes that share memory are the same view of it."""
+    x, y = canonical.tensor(a), canonical.tensor(b)
+    if x is None or y is None:
+        return False
+    return (
+        x.dtype is y.dtype
+        and same_shape(x, y)
+        and all(same_size(s, t) for s, t in zip(x.stride(), y.stride(), strict=True))
+        and same_size(x.storage_offset(), y.storage_offset())
+    )
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "pow": operator.pow,
+    "sqrt": math.sqrt,
+    "rsqrt": lambda x: 1 / math.sqrt(x),
+    "neg": operator.neg,
+    "abs": abs,
+}
+
+
+def constant(program: Program, node: Arg, at: fx.Node) -> float | None:
+    """The number that a Python constant, or a one-element tensor made of constants, is; None if it isn't known."""
+    plain = canonical.number(node)
+    if plain is not None or not isinstance(node, fx.Node):
+        return None if plain is None else float(plain)
+    tensor = canonical.tensor(node)
+    if tensor is None or tensor.dim() != 0 or tensor.requires_grad:
+        return None
+    c = program.value(node, at)
+    if c is None:
+        return None
+    result: float | None = None
+    if c.op in ("tensor", "scalar_tensor"):
+        result = _plain(c.get("data", c.get("s")))
+    elif c.op in ("full", "new_full", "full_like", "fill"):
+        result = _plain(c.get("fill_value", c.get("value")))
+    elif c.op in ("zeros", "new_zeros", "zeros_like", "ones", "new_ones", "ones_like"):
+        result = 0.0 if "zeros" in c.op else 1.0
+    elif c.op in ("cast", "clone", "contiguous", "detach"):
+        result = constant(program, c.get("input"), c.node)
+    elif c.op in _FUNCTIONS and set(c.args) <= {"input", "other", "exponent"}:
+        operands = [
+            constant(program, c.args[name], c.node) for name in ("input", "other", "exponent") if name in c.args
+        ]
+        if None not in operands:
+            try:
+                result = float(_FUNCTIONS[c.op](*operands))
+            except (ArithmeticError, ValueError, TypeError):
+                return None
+    if result is None or not tensor.dtype.is_floating_point:
+        return result
+    return _rounded(result, tensor.dtype)
+
+
+def _rounded(x: float, dtype: torch.dtype) -> float:
+    """What a tensor of this dtype holds for x.  In plain Python: a fake mode may be active here."""
+    if dtype is torch.float64 or not math.isfinite(x):
+        return x
+    if abs(x) > torch.finfo(dtype).max:
+        return math.copysign(math.inf, x)
+    if dtype is torch.float16:
+        return float(struct.unpack("e", struct.pack("e", x))[0])
+    bits = int(struct.unpack("I", struct.pack("f", x))[0])
+    if dtype is torch.bfloat16:  # the upper half of a float32, to nearest even
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return float(struct.unpack("f", struct.pack("I", bits))[0])
+
+
+def _plain(x: Arg) -> float | None:
+    number = canonical.number(x)
+    return None if number is None else float(number)

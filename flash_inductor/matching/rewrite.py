@@ -1,0 +1,125 @@
+"""Finds attention in a graph and replaces it by the op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from .. import support
+from .._compat import buffers
+from ..config import get_config
+from ..report import Site, record
+from ..spec import AttentionSpec
+from . import emit, locate, safety, sites
+from .plan import Plan
+from .program import Program, Refused
+
+
+@dataclass
+class _Outcome:
+    plan: Plan | None = None
+    spec: AttentionSpec | None = None
+    kernel: str | None = None
+    reason: str | None = None
+    shapes: dict[str, str] = field(default_factory=dict)
+
+
+def rewrite_graph(graph: fx.Graph, *, apply: bool = True) -> list[Site]:
+    """Find the attention sites of a graph, replace those that mean an AttentionSpec, and record all of them.
+
+    Args:
+        graph: torch IR as Dynamo captures it (``meta["example_value"]``) or pre-dispatch ATen (``meta["val"]``).
+        apply: False leaves the graph as it is; the sites are those that would be found and replaced.
+    """
+    if not apply:
+        copy = fx.Graph(graph.owning_module)
+        copy.output(copy.graph_copy(graph, {}))
+        graph = copy
+    found: list[Site] = []
+    program = Program(graph)
+    for anchor in [n for n in graph.nodes if sites.is_anchor(n)]:
+        match = sites.find(program, anchor)
+        if match is None:
+            continue
+        outcome = _Outcome()
+        site = match.node
+        place = match.last or site
+        where, source = locate.location(place)
+        module = locate.module(place)
+        try:
+            _replace(program, match, outcome)
+            program = Program(graph)
+        except Refused as refusal:
+            outcome.reason = str(refusal)
+        found.append(
+            Site(
+                node=site.name,
+                form=match.form,
+                replaced=outcome.reason is None,
+                spec=outcome.spec,
+                reason=outcome.reason,
+                location=where,
+                source=source,
+                module=module,
+                shapes=outcome.shapes,
+                kernel=outcome.kernel if outcome.reason is None else None,
+            )
+        )
+    for result in found:
+        record(result)
+    return found
+
+
+def _replace(program: Program, match: sites.Match, outcome: _Outcome) -> None:
+    """Replace one site; fills in ``outcome`` as far as it gets.  Raises Refused, the graph unchanged, if it can't."""
+    meaning = match.resolve()
+    plan, last = meaning.plan, meaning.last
+    outcome.shapes = {
+        role: locate.shape(x.node) for role, x in zip(("query", "key", "value"), plan.inputs, strict=True)
+    }
+    values = [safety.check_tensor(x.node, role) for role, x in zip(("query", "key", "value"), plan.inputs, strict=True)]
+    device = values[0].device
+    if any(v.device != device for v in values) or device.type not in ("cpu", "cuda"):
+        raise Refused(f"the tensors are on {', '.join(str(v.device) for v in values)}; one of cpu and cuda is needed")
+    if device.type == "cpu" and get_config().cpu == "off":
+        raise Refused("attention on the CPU is left alone (FLASH_INDUCTOR_CPU=off)")
+    for role, sizes in zip(("query", "key", "value"), map(plan.shape, plan.inputs), strict=True):
+        if not isinstance(sizes[1], int) or not isinstance(sizes[3], int):
+            raise Refused(
+                f"the {role}'s number of heads or head dim is symbolic; mark only batch and length as dynamic"
+            )
+    safety.check_region(program, meaning.matched, last, [x.node for x in plan.inputs])
+    dtype = meaning.autocast
+    if dtype is None:
+        dtype = values[0].dtype
+        for v in values[1:]:
+            dtype = torch.promote_types(dtype, v.dtype)
+    if torch.float64 in meaning.dtypes and dtype is not torch.float64:
+        raise Refused("the scores are computed in float64 from narrower inputs; cast query, key and value instead")
+    proof = meaning.prove()
+    spec = AttentionSpec(scale=meaning.scale_with(plan), mask=proof.mask, softcap=meaning.softcap)
+    outcome.spec = spec
+    shapes = [plan.shape(x) for x in plan.inputs]
+    name = str(dtype).removeprefix("torch.")
+    q, k, v = shapes
+    reasons = support.unsupported_reasons(spec, q, k, v, name, device.type)
+    if reasons:
+        raise Refused(" ".join(reasons))
+    outcome.kernel = support.kernel_name(spec, q, k, v, name, device.type, lowering=get_config().lowering)
+    private = safety.written_after(program, last)
+    emitter, node = emit.replacement(
+        last,
+        plan,
+        spec,
+        dtype=dtype,
+        autocast=meaning.autocast,
+        keep_strides=safety.strides_matter(last),
+        private=private,
+    )
+    if proof.buffers and not buffers.guard_unchanged(proof.buffers):
+        emitter.undo()
+        raise Refused("the mask is a buffer whose value can't be guarded; build it in forward from torch.arange")
+    last.replace_all_uses_with(node)
+    emit.prune([last, *reversed(meaning.matched)], {last, *meaning.matched})

@@ -1,0 +1,119 @@
+"""What has to hold around a site before it may be replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from . import canonical, effects
+from .program import Program, Refused
+
+# Calls that change how the nodes after them run, by name: they are no part of torch's documented interface.
+_AUTOCAST = ("_enter_autocast", "_exit_autocast")
+_GRAD_MODE = ("_set_grad_enabled", "set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+_SDPA_KERNEL = "_sdpa_kernel"
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def value_users(node: fx.Node) -> list[fx.Node]:
+    """The users that read more of a tensor than its shape, dtype and device."""
+    return [u for u in node.users if node in effects.data_inputs(u)]
+
+
+def check_users(matched: Iterable[fx.Node], last: fx.Node) -> None:
+    """Raise Refused if an intermediate result of the site is needed elsewhere."""
+    inside = set(matched) | {last}
+    for node in inside - {last}:
+        for user in value_users(node):
+            if user not in inside:
+                where = "returned" if user.op == "output" else f"used by `{user.name}`"
+                raise Refused(
+                    f"`{node.name}`, an intermediate result of the attention, is also {where}; "
+                    "don't ask for attention weights (output_attentions=False, need_weights=False)"
+                )
+
+
+def check_region(program: Program, matched: Iterable[fx.Node], last: fx.Node, inputs: Iterable[fx.Node]) -> None:
+    """Raise Refused if between the site's first and last node the inputs are written to, or modes change."""
+    nodes = set(matched) | {last}
+    first = min(nodes, key=program.position.__getitem__)
+    for node in program.between(first, last):
+        name = _name(node)
+        if name in _AUTOCAST or name in _GRAD_MODE or name == _SDPA_KERNEL:
+            raise Refused(f"autocast, grad mode or the SDPA backend changes within the attention (`{name}`)")
+    for source in inputs:
+        for writer, _ in program.writes_between(source, program.position[first], program.position[last]):
+            if writer not in nodes:
+                raise Refused(f"`{source.name}` is written to in place by `{writer.name}` within the attention")
+
+
+def check_backend_choice(program: Program, node: fx.Node) -> None:
+    """Raise Refused if the user chose a backend of SDPA, by a context inside or around the compiled function."""
+    chosen: fx.Node | None = None
+    for other in program.nodes[: program.position[node]]:
+        if _name(other) == _SDPA_KERNEL:
+            chosen = other
+    if chosen is not None:
+        backends = chosen.args[0] if chosen.args else ()
+        one = not isinstance(backends, (tuple, list)) or len(backends) < 3
+    else:
+        flags = torch.backends.cuda
+        one = [flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled(), flags.math_sdp_enabled()].count(True) < 2
+    if one:
+        raise Refused("torch.nn.attention.sdpa_kernel forces an SDPA backend here; leave the choice open")
+
+
+def check_tensor(node: fx.Node, role: str) -> torch.Tensor:
+    """The fake tensor of an input, or Refused if it is no plain floating-point tensor of CPU or CUDA."""
+    value = canonical.tensor(node)
+    if value is None:
+        raise Refused(f"the {role} has no known shape")
+    plain = type(value) is FakeTensor or (isinstance(value, FakeTensor) and isinstance(value, torch.nn.Parameter))
+    if not plain or torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise Refused(f"the {role} is a {type(value).__name__}, not a plain tensor")
+    if value.layout is not torch.strided or value.is_nested:
+        raise Refused(f"the {role} is not a dense tensor")
+    if not value.dtype.is_floating_point:
+        raise Refused(f"the {role} is {value.dtype}")
+    return value
+
+
+def written_after(program: Program, node: fx.Node) -> bool:
+    """Whether the memory of a node is written to after it ran."""
+    return bool(program.writes_between(node, program.position[node], len(program.nodes)))
+
+
+_SEES_STRIDES_NOT = frozenset(
+    "matmul bmm baddbmm einsum contiguous size dim softmax sum amax max".split()  # noqa: SIM905
+)
+_PASSES_STRIDES_ON = frozenset(
+    "reshape flatten transpose permute t movedim unsqueeze squeeze getitem select slice narrow chunk split unbind "  # noqa: SIM905
+    "expand cast dropout add sub mul div neg tanh where masked_fill detach clone".split()
+)
+
+
+def strides_matter(node: fx.Node) -> bool:
+    """Whether something after ``node`` may see the strides of its result: a view, the graph's output, the unknown."""
+    pending, seen = [node], {node}
+    while pending:
+        current = pending.pop()
+        for user in current.users:
+            c = canonical.call(user)
+            if c is not None and (c.op in _SEES_STRIDES_NOT and not c.inplace):
+                continue
+            if _name(user) in ("linear", "layer_norm", "rms_norm"):
+                continue
+            if current not in effects.data_inputs(user):
+                continue
+            if c is None or c.op not in _PASSES_STRIDES_ON:
+                return True
+            if user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False
