@@ -86,9 +86,14 @@ def template_constants(
     device, dtype = query.get_device(), query.get_dtype()
     if device.type != "cuda" or any(x.get_dtype() != dtype for x in (key, value, *others)):
         return None
-    reasons = support.unsupported_reasons(
-        AttentionSpec(), *sizes, dtype=str(dtype).removeprefix("torch."), device=device.type
-    )
+    shapes = [
+        (batch, h, length, d)
+        for (batch, _, length, _), h, d in zip(
+            sizes, (heads, kv_heads, kv_heads), (head_dim, head_dim, v_head_dim), strict=True
+        )
+    ]
+    dtype_name = str(dtype).removeprefix("torch.")
+    reasons = support.unsupported_reasons(AttentionSpec(), shapes[0], shapes[1], shapes[2], dtype_name, device.type)
     if reasons:
         return None
     band = band_of(

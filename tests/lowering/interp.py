@@ -6,7 +6,6 @@ before triton is imported.  The rest of the file is the child's side.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib.util
 import os
@@ -69,8 +68,8 @@ def _parse_kernel(name: str, source: str) -> KernelSource:
 def run_in_child(jobs: Sequence[dict[str, Any]], timeout: float = 300) -> list[list[Any] | str]:
     """For each job ``{"codes": [fw] or [fw, bw], "inputs": [...], "n_outputs": int, "tangents": [...]}``: the values.
 
-    A result holds the forward's outputs, then (if a tangent was given) the backward's outputs: gradients, None where an
-    input needs none.  The tangents are appended to what the forward saved.  A job that fails gives its traceback, a str.
+    A result holds the forward's outputs, then (if a tangent was given) the backward's outputs: gradients, None where
+    an input needs none.  The tangents are appended to what the forward saved.  A job that fails gives its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
         jobs_file, results_file = Path(folder) / "jobs.pt", Path(folder) / "results.pt"
@@ -92,7 +91,7 @@ def run_in_child(jobs: Sequence[dict[str, Any]], timeout: float = 300) -> list[l
 
 
 def patch_bf16_dot() -> None:
-    """Make ``tl.dot`` of bf16 right in the interpreter, which multiplies the raw uint16 patterns (triton 3.6 .. 3.9)."""
+    """Make ``tl.dot`` of bf16 right in the interpreter, which multiplies raw uint16 patterns (triton 3.6 .. 3.9)."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
