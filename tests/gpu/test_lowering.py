@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flash_inductor.lowering
-import flash_inductor.ops  # noqa: F401 - registers the op
+import flash_inductor.ops
 from flash_inductor import config
 
 pytestmark = [

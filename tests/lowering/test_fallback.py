@@ -114,6 +114,7 @@ def test_private_name_gone(
     for loaded in ours:  # put back afterwards, as are the attributes of the packages
         parent, _, attribute = loaded.rpartition(".")
         monkeypatch.setattr(sys.modules[parent], attribute, sys.modules[loaded])
+    for loaded in ours:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.delattr(importlib.import_module(f"torch._inductor.{module}"), name)
     lowering = importlib.import_module("flash_inductor.lowering")
