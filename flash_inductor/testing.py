@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .reference import attention_backward, attention_forward, visible
 from .spec import AttentionSpec
+from .support import kernel_name
 
 LAYOUTS = ("bhnd", "bnhd", "nbhd", "packed", "expanded", "sliced", "strided")
 
@@ -32,8 +33,8 @@ def make_inputs(
     """Random query, key and value [batch, heads, length, head dim] whose memory is laid out as ``layout`` says.
 
     "bhnd" contiguous; "bnhd", "nbhd" views of tensors with the dims in that order; "packed" views of one [batch,
-    length, all heads, head dim] tensor (needs equal lengths and head dims); "expanded" key and value with one batch entry
-    expanded; "sliced" rows and columns cut from a larger tensor; "strided" a last dim that isn't contiguous.
+    length, all heads, head dim] tensor (needs equal lengths and head dims); "expanded" key and value with one batch
+    entry expanded; "sliced" rows and columns cut from a larger tensor; "strided" a last dim that isn't contiguous.
     """
     kv_heads, kv_len = kv_heads or heads, q_len if kv_len is None else kv_len
     generator = torch.Generator().manual_seed(seed)
@@ -134,7 +135,10 @@ def assert_close_to_reference(
         if want.numel() == 0:
             continue
         typical, bound = terms[name]
-        tolerance = 4 * eps * (want.abs().max().item() + typical) + 4 * inner_eps * bound
+        stored_eps = inner_eps if name == "lse" else eps
+        tolerance = 4 * stored_eps * (want.abs().max().item() + typical) + 4 * inner_eps * bound
+        if name == "lse" and eps > inner_eps:
+            tolerance += _approximation(query, key, value, spec or AttentionSpec())
         if baseline is not None:
             sound = torch.isfinite(baseline[finite])  # eager lets masked inf and NaN through
             tolerance += factor * error(baseline[finite][sound], want[sound])
@@ -144,6 +148,17 @@ def assert_close_to_reference(
             problems.append(f"{name}: error {found:.3e} exceeds {tolerance:.3e}")
     if problems:
         raise AssertionError("; ".join(problems))
+
+
+def _approximation(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> float:
+    """What the approximate functions that kernels use for 16-bit inputs add to the error of lse."""
+    if query.is_cuda:
+        return 2**-10 * (spec.softcap or 0.0)  # the hardware's tanh is good to 2^-11
+    dtype = str(query.dtype).removeprefix("torch.")
+    kernel = kernel_name(spec, query.shape, key.shape, value.shape, dtype, query.device.type)
+    # ATen's exp is: with equal scores, where only exp(0) is summed, its lse is off by 5.3e-5 at every length, while the
+    # same numbers given to it as float32 are right to 1e-6.
+    return 2**-14 if kernel == "ATen CPU flash" else 0.0
 
 
 def _signs(x: Tensor) -> Tensor:

@@ -5,6 +5,9 @@ one product, so grouped keys are never repeated.  float64 is computed in float64
 
 Inside a block, a masked pair has probability 0, and 0 * inf is NaN: where a non-finite value meets a band, blocks of
 one row keep to exactly the keys of that row.
+
+Where ATen's CPU flash attention computes the same thing, it does.  For 16-bit inputs its lse is good to 6e-5 only (its
+exp is an approximation), below what those dtypes resolve in out and in the gradients.
 """
 
 from __future__ import annotations
@@ -163,7 +166,7 @@ def forward(
     for bs, hs, ks in p.slices():
         k, v = (x[bs, ks].to(p.dtype).flatten(0, 1) for x in (key, value))
         for i0, i1, j0, j1 in p.blocks(exact):
-            scores = torch.bmm(p.fold(query[bs, hs, i0:i1] * p.scale), k[:, j0:j1].mT)
+            scores = torch.bmm(p.fold(query[bs, hs, i0:i1]) * p.scale, k[:, j0:j1].mT)
             if softcap is not None:
                 scores.div_(softcap).tanh_().mul_(softcap)
             p.hide(scores, i0, i1, j0, j1, -math.inf)
@@ -229,7 +232,7 @@ def backward(
         grad_k = torch.zeros_like(k) if need_k else None
         grad_v = torch.zeros_like(v) if need_v else None
         for i0, i1, j0, j1 in p.blocks(exact):
-            q = p.fold(query[bs, hs, i0:i1] * p.scale)
+            q = p.fold(query[bs, hs, i0:i1]) * p.scale
             go = p.fold(grad_out[bs, hs, i0:i1])
             kb = k[:, j0:j1]
             scores = torch.bmm(q, kb.mT)

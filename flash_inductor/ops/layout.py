@@ -14,14 +14,16 @@ from torch import Tensor
 def memory_order(strides: Sequence[int | torch.SymInt], sizes: Sequence[int | torch.SymInt]) -> list[int]:
     """The dims of a tensor from outermost to innermost in memory, as ``torch.empty_like`` orders them.
 
-    A stride of 0 (an expanded dim) says nothing about the order, so such a dim keeps its place among the others.
+    A stride of 0 (an expanded dim) and the stride of a dim of size 1 say nothing about the order, so such a dim keeps
+    its place among the others.
     """
+    silent = [stride == 0 or size == 1 for stride, size in zip(strides, sizes, strict=True)]
     inner_first = list(range(len(strides)))[::-1]
     for i in range(1, len(inner_first)):
         current = i
         for other in range(i - 1, -1, -1):
             a, b = inner_first[other], inner_first[current]
-            if strides[a] == 0 or strides[b] == 0:
+            if silent[a] or silent[b]:
                 continue
             if strides[a] > strides[b] or (strides[a] == strides[b] and sizes[a] > sizes[b]):
                 inner_first[other], inner_first[current] = b, a
@@ -34,14 +36,12 @@ def memory_order(strides: Sequence[int | torch.SymInt], sizes: Sequence[int | to
 def empty_like_layout(x: Tensor, size: Sequence[int | torch.SymInt], dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised dense tensor of ``size`` with the stride order of ``x`` and a contiguous last dim.
 
-    ``torch.empty_like`` (what SDPA's output is) when the shape is that of ``x``; else its order of dims, dense.  If the
-    last dim of ``x`` is strided, plainly contiguous: the kernels store whole rows.
-    ``size`` has as many dims as ``x``; ``dtype`` None means that of ``x``.
+    The same memory as ``torch.empty_like`` (what SDPA's output is), but not that function: its fake and its real
+    version give a dim of size 1 different strides.  If the last dim of ``x`` is strided, plainly contiguous: the
+    kernels store whole rows.  ``size`` has as many dims as ``x``; ``dtype`` None means that of ``x``.
     """
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         return torch.empty(size, dtype=dtype or x.dtype, device=x.device)
-    if tuple(size) == tuple(x.shape):
-        return torch.empty_like(x, dtype=dtype)
     order = memory_order(x.stride(), x.shape)
     position = [order.index(dim) for dim in range(x.dim())]
     return torch.empty([size[dim] for dim in order], dtype=dtype or x.dtype, device=x.device).permute(position)

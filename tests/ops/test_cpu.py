@@ -135,6 +135,15 @@ def test_a_masked_value_may_be_infinite_on_the_aten_route():
     assert (out[:, :, -1] == torch.inf).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_16_bit_inputs_are_computed_in_float32(dtype):
+    """Scaling the query before widening it rounds every score: invisible in out, not in lse."""
+    inputs = make_inputs(q_len=40, head_dim=24, dtype=dtype)
+    lse = attn(*inputs, softcap=1e3, scale=0.3)[1]
+    want = attention_forward(*inputs, AttentionSpec(scale=0.3, softcap=1e3))[1]
+    assert (lse - want).abs().max() < 1e-5
+
+
 def test_memory_and_work_follow_the_window():
     """No call sees more scores than a block of rows times its band."""
     largest = 0
