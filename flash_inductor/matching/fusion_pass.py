@@ -152,7 +152,7 @@ def _warn_once(message: str, error: BaseException | None = None) -> None:
 
 
 class _Backup:
-    """A copy of a graph's nodes, to put back.  Placeholders stay the same objects: Dynamo has put attributes on them."""
+    """A copy of a graph's nodes, to put back.  Placeholders stay the same objects: Dynamo sets attributes on them."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph

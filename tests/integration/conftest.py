@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch.utils._config_module import _UNSET_SENTINEL
@@ -27,7 +28,11 @@ def clean_slate() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
     fusion_pass._said.clear()
     torch.manual_seed(0)
-    with flash_inductor.override(strict=True), inductor_config.patch(force_disable_caches=True):
+    with (
+        flash_inductor.override(strict=True),
+        inductor_config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
         yield
     flash_inductor.disable()
     for name in ("pre_grad_custom_pass", "post_grad_custom_pre_pass"):

@@ -13,7 +13,10 @@ WORKER = """
     import json, sys, torch
     import torch.nn.functional as F
     import flash_inductor
+    import torch._inductor.config
     from torch._dynamo.utils import counters
+
+    torch._inductor.config.pattern_matcher = False  # half of a process's time, and nothing to do with caches
 
     def sdpa(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -1,4 +1,4 @@
-"""torch.compile with the switch on, end to end on the CPU: training, checkpointing, autocast, dynamic sizes, backend."""
+"""torch.compile with the switch on, end to end on the CPU: training, checkpoints, autocast, sizes, the backend."""
 
 import pytest
 import torch

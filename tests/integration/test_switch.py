@@ -228,7 +228,8 @@ def test_import_is_cheap_and_enable_may_come_before_inductor(run_python) -> None
         flash_inductor.enable()
         print([m for m in ("torch._inductor", "torch._dynamo", "torch._inductor.config") if m in sys.modules])
         import torch._dynamo
-        print(type(torch._inductor.config.pre_grad_custom_pass[0] if isinstance(torch._inductor.config.pre_grad_custom_pass,
-              tuple) else torch._inductor.config.pre_grad_custom_pass).__name__, "flash_inductor" in torch._dynamo.list_backends())
+        from flash_inductor._compat import hooks
+        passes = hooks.passes_in_force("pre_grad_custom_pass")
+        print(*(type(p).__name__ for p in passes), "flash_inductor" in torch._dynamo.list_backends())
     """)
     assert out.splitlines() == ["[]", "FusionPass True"]
