@@ -26,7 +26,7 @@ _RANDOM = ("rand", "bernoulli", "dropout", "normal", "multinomial", "uniform", "
 
 
 def evaluate(mask: fx.Node, at: fx.Node, buffer_value: Callable[[fx.Node], torch.Tensor | None]) -> Evaluated | str:
-    """Run the mask's part of the graph for real, or say why it can't be: inputs, randomness, symbolic or large sizes."""
+    """Run the mask's part of the graph for real, or say why it can't be: an input, chance, a symbolic or large size."""
     nodes = effects.closure(mask, at)
     limit = get_config().max_mask_elements
     used: list[fx.Node] = []

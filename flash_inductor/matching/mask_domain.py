@@ -286,7 +286,8 @@ def combine(fn: Callable[..., Interval], operands: Sequence[TwoValued]) -> TwoVa
         width = _width(candidate.yes) + _width(candidate.no)
         if best is None or width < best[0]:
             best = (width, candidate)
-    assert best is not None  # preds is not empty, and a single condition is always a split
+    if best is None:
+        raise Unknown("the mask has no split")  # not reached: a single condition is always one
     result = best[1]
     if result.yes == result.no and point(result.yes) is not None:
         return TwoValued(TRUE, result.yes, result.yes)
@@ -311,7 +312,7 @@ def _hull(intervals: list[Interval]) -> Interval:
 
 
 def _width(interval: Interval) -> float:
-    # a hull of very negative numbers is as good as one of them, so it must not count as a loss against 0 .. -1e9
+    # what masks ask of a number is whether it is 0, so a hull without 0 is nearly as good as a number
     if interval[0] == interval[1]:
         return 0.0
-    return 1.0 if interval[1] <= -1e4 else 2.0
+    return 1.0 if interval[1] < 0 or interval[0] > 0 else 2.0

@@ -190,16 +190,18 @@ POSITIVE = {
     ),
     "masked_fill twice": (
         "additive",
-        lambda n, m: torch.ones(n, m)
-        .tril()
-        .masked_fill(torch.ones(n, m).tril() == 0, -INF)
-        .masked_fill(torch.ones(n, m).tril() == 1, 0.0),
+        lambda n, m: (
+            torch.ones(n, m)
+            .tril()
+            .masked_fill(torch.ones(n, m).tril() == 0, -INF)
+            .masked_fill(torch.ones(n, m).tril() == 1, 0.0)
+        ),
         None,
         lambda n, m: 0,
     ),
     "sum of additive": (
         "additive",
-        lambda n, m: torch.full((n, m), lowest()).triu(1) + torch.full((n, m), lowest()).tril(-4),
+        lambda n, m: torch.full((n, m), -INF).triu(1) + torch.full((n, m), -INF).tril(-4),
         lambda n, m: -3,
         lambda n, m: 0,
     ),
@@ -278,6 +280,10 @@ NEGATIVE = {
     "zero and one": ("additive", lambda n, m: torch.ones(n, m).tril()),
     "distance bias": ("additive", lambda n, m: -(rows(n) - columns(m)).abs().float()),
     "nan": ("additive", lambda n, m: torch.ones(n, m).tril() * -INF),
+    "finite empty rows of a window": (
+        "additive",
+        lambda n, m: torch.full((n + 9, m), lowest()).triu(1)[:n] + torch.full((n + 9, m), lowest()).tril(-1)[9:],
+    ),
     "finite empty rows": ("additive", lambda n, m: torch.full((n, m), lowest()).triu(-1)),
     "int added": ("additive", lambda n, m: torch.full((n, m), -100000).triu(1)),
     "half positions": ("keep", lambda n, m: (rows(n).bfloat16() >= columns(m).bfloat16()) | (columns(m) < 3)),

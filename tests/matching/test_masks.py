@@ -6,12 +6,11 @@ import functools
 
 import pytest
 import torch
+from mask_cases import NEGATIVE, POSITIVE
 
 from flash_inductor.config import override
 from flash_inductor.matching.masks import MaskProof, Refusal, conjoin, prove
 from flash_inductor.spec import MaskSpec
-
-from mask_cases import NEGATIVE, POSITIVE
 
 
 def capture(fns, q_len, kv_len, dynamic, extra=()):
@@ -100,3 +99,103 @@ def test_other_masks_are_refused(name, dynamic):
     proof, _ = captured("negative", dynamic)[name]
     assert isinstance(proof, Refusal), proof
     assert len(proof.reason.split()) > 3
+
+
+def test_conjunction():
+    causal, window, anything = (MaskProof(MaskSpec(*b), sizes=(8, 8)) for b in ((None, 0), (-3, 2), (None, None)))
+    assert conjoin([causal, window, anything]).mask == MaskSpec(-3, 0)
+    assert conjoin([anything]).mask == MaskSpec()
+    assert conjoin([]).mask == MaskSpec()
+    below = MaskProof(MaskSpec(None, -1), finite=False, empty_rows=True, sizes=(8, 8))
+    assert conjoin([below, window]).empty_rows
+    assert isinstance(conjoin([below, MaskProof(MaskSpec(0, None), sizes=(8, 8))]), Refusal)
+    finite = MaskProof(MaskSpec(-1, None), finite=True, sizes=(8, 8))
+    assert isinstance(conjoin([finite, MaskProof(MaskSpec(None, -1), sizes=(8, 8))]), Refusal)
+
+
+def test_conjunction_of_symbolic_bounds():
+    def bottom_right(n, m):
+        return torch.arange(m)[None] <= torch.arange(n)[:, None] + (m - n)
+
+    def top_left(n, m):
+        return torch.arange(m)[None] <= torch.arange(n)[:, None]
+
+    fns = [("keep", bottom_right), ("keep", top_left), ("keep", lambda n, m: bottom_right(n, m) & top_left(n, m))]
+    (a, _), (b, _), (both, _) = capture(fns, 6, 9, True)
+    assert isinstance(a, MaskProof) and isinstance(b, MaskProof)
+    assert isinstance(conjoin([a, b]), Refusal) and isinstance(both, Refusal)
+    assert conjoin([a, a]).mask.upper is a.mask.upper
+
+
+@pytest.mark.parametrize("q_len, kv_len", [(1, 5), (5, 1), (1, 1)])
+def test_sizes_of_one(q_len, kv_len):
+    fns = [
+        ("keep", lambda n, m: torch.arange(m)[None] <= torch.arange(n)[:, None] + (m - n)),
+        ("keep", lambda n, m: torch.arange(m)[None] <= torch.arange(n)[:, None]),
+        ("keep", lambda n, m: (torch.arange(m)[None] < 3).expand(n, m)),
+        ("keep", lambda n, m: (torch.arange(n)[:, None] < 3).expand(n, m)),
+    ]
+    for proof, value in capture(fns, q_len, kv_len, False):
+        # one row or one column is a band whatever it shows, if that is in one piece
+        assert isinstance(proof, MaskProof), proof.reason
+        assert torch.equal(visible(value, "keep", q_len, kv_len), band(proof.mask, q_len, kv_len))
+        assert proof.empty_rows == (not bool(value.any(-1).all()))
+
+
+def test_static_masks_are_evaluated_within_a_limit():
+    def segments(n, m):  # every segment id is the same, which only evaluation finds out
+        ids = torch.arange(m) // (m + 1)
+        return (ids[:n, None] == ids[None]) & (torch.arange(m) <= torch.arange(n)[:, None])
+
+    (static, value), *_ = capture([("keep", segments)], 6, 9, False)
+    assert static.mask == MaskSpec(None, 0) and torch.equal(visible(value, "keep", 6, 9), band(static.mask, 6, 9))
+    with override(max_mask_elements=20):
+        assert isinstance(capture([("keep", segments)], 6, 9, False)[0][0], Refusal)
+    assert isinstance(capture([("keep", segments)], 6, 9, True)[0][0], Refusal)
+
+
+def test_a_mask_given_as_an_input_is_refused_with_a_remedy():
+    given = torch.ones(6, 9, dtype=torch.bool).tril()
+    fns = [
+        ("keep", lambda n, m, x: x[None]),
+        ("keep", lambda n, m, x: x & (torch.arange(m) <= torch.arange(n)[:, None])),
+    ]
+    for proof, _ in capture(fns, 6, 9, False, (given,)):
+        assert isinstance(proof, Refusal) and "graph input" in proof.reason and "is_causal=True" in proof.reason
+
+
+def test_shapes_may_come_from_inputs():
+    fns = [
+        ("keep", lambda n, m, x: torch.ones_like(x, dtype=torch.bool).tril()),
+        ("additive", lambda n, m, x: x.new_full((n, m), -1e9).triu(1)),
+        ("drop", lambda n, m, x: x.new_ones(x.shape, dtype=torch.bool).triu(x.size(1) - x.size(0) + 1)),
+    ]
+    for dynamic in (False, True):
+        proofs = [proof for proof, _ in capture(fns, 6, 9, dynamic, (torch.randn(6, 9),))]
+        assert [at_sizes(p, 6, 9).upper for p in proofs] == [0, 0, 3]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("window", [None, 8])
+def test_transformers_masks(window, dynamic):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    common = {**sizes, **heads, "use_cache": False, "attn_implementation": "sdpa"}
+    if window is None:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common)).train()
+    else:
+        model = transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=window, **common)).train()
+    proofs = []
+
+    def backend(graph_module, _):
+        (site,) = [n for n in graph_module.graph.nodes if "scaled_dot_product_attention" in str(n.target)]
+        size = site.args[0].meta["example_value"].shape[-2]
+        proofs.append(prove(site.kwargs["attn_mask"], "keep", size, size, site))
+        return graph_module
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, dynamic=dynamic)(torch.randint(0, 32, (2, 12)))
+    (proof,) = proofs
+    assert isinstance(proof, MaskProof), proof.reason
+    assert proof.mask == MaskSpec(None if window is None else 1 - window, 0) and not proof.buffers
