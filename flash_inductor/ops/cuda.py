@@ -35,11 +35,11 @@ def forward(
 
     fp16, bf16 or fp32; head dims up to 256.  ``config`` overrides the tuning table.  Arguments are taken as valid.
     """
-    query, key, value = map(_last_dim_contiguous, (query, key, value))
     batch, heads, q_len, _ = query.shape
     out = empty_like_layout(query, (batch, heads, q_len, value.shape[3]))
+    query, key, value = map(_last_dim_contiguous, (query, key, value))
     lse = query.new_empty((batch, heads, q_len), dtype=torch.float32)
-    if out.numel() == 0 and lse.numel() == 0:
+    if lse.numel() == 0:
         return out, lse
     mask = MaskSpec.from_window(is_causal, window_left, window_right, diagonal)
     sizes, constants = _arguments(query, key, value, mask, scale, softcap)
@@ -73,15 +73,19 @@ def backward(
     dkdv_config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``flashbwd::attn_backward`` on CUDA tensors, deterministic.  Gradients not in ``grad_mask`` have shape [0]."""
-    grad_out, query, key, value = map(_last_dim_contiguous, (grad_out, query, key, value))
     want_query, want_key, want_value = grad_mask
-    grad_query = torch.empty_like(query) if want_query else query.new_empty(0)
-    grad_key = torch.empty_like(key) if want_key else key.new_empty(0)
-    grad_value = torch.empty_like(value) if want_value else value.new_empty(0)
+    # The second kernel writes both of its results: one that isn't wanted is a scratch tensor the caller never sees.
+    compute = (want_query, want_key or want_value, want_key or want_value)
+    grad_query, grad_key, grad_value = (
+        empty_like_layout(x, x.shape) if needed else x.new_empty(0)
+        for x, needed in zip((query, key, value), compute, strict=True)
+    )
+    grad_out, query, key, value = map(_last_dim_contiguous, (grad_out, query, key, value))
     batch, heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1:3]
     if batch * heads * q_len == 0 or batch * kv_heads * kv_len == 0:
-        return grad_query.zero_(), grad_key.zero_(), grad_value.zero_()
+        grad_query, grad_key, grad_value = grad_query.zero_(), grad_key.zero_(), grad_value.zero_()
+        return _asked(grad_query, want_query), _asked(grad_key, want_key), _asked(grad_value, want_value)
     delta = (grad_out.float() * out.float()).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse
@@ -98,15 +102,16 @@ def backward(
                 **constants, **_meta(c), ALIGN=_align(*inputs, grad_query),
             )  # fmt: skip
         if want_key or want_value:
-            # The kernel writes both: one that isn't wanted is a scratch tensor the caller never sees.
-            dk = grad_key if want_key else torch.empty_like(key)
-            dv = grad_value if want_value else torch.empty_like(value)
             c = dkdv_config or _configs("dkdv", query, value)[0]
             grad_key_value_kernel[(triton.cdiv(kv_len, c.block_n) * batch * kv_heads,)](
-                *inputs, lse, delta, dk, dv, *strides, *dk.stride()[:3], *dv.stride()[:3], *sizes,
-                **constants, **_meta(c), ALIGN=_align(*inputs, dk, dv),
+                *inputs, lse, delta, grad_key, grad_value, *strides, *grad_key.stride()[:3], *grad_value.stride()[:3],
+                *sizes, **constants, **_meta(c), ALIGN=_align(*inputs, grad_key, grad_value),
             )  # fmt: skip
-    return grad_query, grad_key, grad_value
+    return _asked(grad_query, want_query), _asked(grad_key, want_key), _asked(grad_value, want_value)
+
+
+def _asked(grad: Tensor, wanted: bool) -> Tensor:
+    return grad if wanted else grad.new_empty(0)
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:
