@@ -208,15 +208,16 @@ def _with_strides(e: Emitter, node: fx.Node, like: torch.Tensor) -> fx.Node:
 
 def prune(nodes: list[fx.Node], matched: set[fx.Node]) -> None:
     """Erase the replaced nodes and what only they needed, but nothing that could have an effect of its own."""
-    pending = list(nodes)
+    pending, erased = list(nodes), set[fx.Node]()
     while pending:
         node = pending.pop()
-        if node.users or node._erased or node.op not in ("call_function", "call_method"):
+        if node in erased or node.users or node.op not in ("call_function", "call_method"):
             continue
         if node not in matched and not _is_pure(node):
             continue
         inputs = node.all_input_nodes
         node.graph.erase_node(node)
+        erased.add(node)
         pending.extend(inputs)
 
 

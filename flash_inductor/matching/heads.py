@@ -43,8 +43,8 @@ def peel(program: Program, operand: Operand, at: fx.Node, head: Label | None) ->
     while True:
         yield state
         c = program.value(state.node, where)
-        if c is None or tensor(c.node) is None:
-            return
+        if c is None or c.inplace or tensor(c.node) is None:
+            return  # under an in-place operation lies what the operand no longer holds
         deeper = _repeat(program, c, state, head) or _PEELERS.get(c.op, _nothing)(program, c, state)
         if deeper is None or tensor(deeper.node) is None:
             return

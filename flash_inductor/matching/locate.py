@@ -37,6 +37,7 @@ def module(node: fx.Node) -> str | None:
     path = re.sub(r"^L\[['\"]self['\"]\]\.?|^L__self___?", "", path)
     path = re.sub(r"\._modules|\.__dict__", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).lstrip(".")
+    path = re.sub(r"^L\.(args\.\d+|\w+)\.?", "", path)  # the module was an argument of what was compiled
     return path or type_name(entry)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import safety
 from .canonical import tensor
 from .heads import Peeled, peel
 from .products import Label, Operand, Scores, Values
@@ -128,12 +129,19 @@ def make(
 
 
 def _safe_states(program: Program, states: list[Peeled], end: fx.Node) -> list[Peeled]:
-    """Without those whose memory is written to later: autograd keeps the op's inputs, as it kept the originals."""
+    """Without those that can't stand in for the operand: the op reads them at ``end``, not where the operand did.
+
+    So they must not be written to before; nor after, because autograd keeps them, and kept something else.  And grad
+    mode and autocast must be the same at both places.
+    """
     base = program.storages(states[0].node)
-    last = len(program.nodes)
     good = states[:1]
     for state in states[1:]:
-        if program.storages(state.node) != base and program.writes_between(state.node, program.position[end], last):
+        read, site = program.position[state.path[-1]], program.position[end]
+        kept = program.storages(state.node) == base
+        if program.writes_between(state.node, read, site if kept else len(program.nodes)):
+            break
+        if any(safety.changes_mode(n) for n in program.nodes[read:site]):
             break
         good.append(state)
     return good

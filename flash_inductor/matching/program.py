@@ -36,6 +36,7 @@ class Program:
             if writer.op not in ("output", "placeholder", "get_attr")
         ]
         self._storages: dict[fx.Node, frozenset[int]] = {}
+        self.assumed: list[torch.SymFloat] = []
 
     def storages(self, node: fx.Node) -> frozenset[int]:
         """The memory of a node's tensors, as the fake tensors know it."""
@@ -66,6 +67,26 @@ class Program:
         c = canonical.call(writer)
         whole = c is not None and c.op != "setitem" and "out" not in c.args and same_layout(target, node)
         return c if whole else None
+
+    def assume(self, number: torch.SymFloat | torch.SymInt) -> float | None:
+        """What a symbolic number is in this compilation.
+
+        Under ``dynamic=True`` Dynamo makes a symbol of each Python float, a module's ``scaling`` too, and SDPA
+        itself makes it a constant again.  So does :meth:`guard_assumed`, once it is sure that the site is replaced.
+        """
+        expr = number.node.expr
+        if expr.is_number:
+            return float(expr)
+        hint = number.node.hint if isinstance(number, torch.SymFloat) and number.node.has_hint() else None
+        if hint is None:
+            return None
+        self.assumed.append(number)  # type: ignore[arg-type] # a SymInt is a size, which must not become a constant
+        return float(hint)
+
+    def guard_assumed(self) -> None:
+        """Recompile if a number that was assumed changes."""
+        for number in self.assumed:
+            float(number)
 
     def between(self, first: fx.Node, last: fx.Node) -> list[fx.Node]:
         return self.nodes[self.position[first] : self.position[last] + 1]
@@ -129,6 +150,9 @@ def constant(program: Program, node: Arg, at: fx.Node) -> float | None:
     plain = canonical.number(node)
     if plain is not None or not isinstance(node, fx.Node):
         return None if plain is None else float(plain)
+    symbolic = canonical.value(node)
+    if isinstance(symbolic, (torch.SymFloat, torch.SymInt)):
+        return program.assume(symbolic)
     tensor = canonical.tensor(node)
     if tensor is None or tensor.dim() != 0 or tensor.requires_grad:
         return None

@@ -74,6 +74,7 @@ def rewrite_graph(graph: fx.Graph, *, apply: bool = True) -> list[Site]:
 
 def _replace(program: Program, match: sites.Match, outcome: _Outcome) -> None:
     """Replace one site; fills in ``outcome`` as far as it gets.  Raises Refused, the graph unchanged, if it can't."""
+    program.assumed.clear()
     meaning = match.resolve()
     plan, last = meaning.plan, meaning.last
     outcome.shapes = {
@@ -81,8 +82,8 @@ def _replace(program: Program, match: sites.Match, outcome: _Outcome) -> None:
     }
     values = [safety.check_tensor(x.node, role) for role, x in zip(("query", "key", "value"), plan.inputs, strict=True)]
     device = values[0].device
-    if any(v.device != device for v in values) or device.type not in ("cpu", "cuda"):
-        raise Refused(f"the tensors are on {', '.join(str(v.device) for v in values)}; one of cpu and cuda is needed")
+    if any(x.device != device for x in values) or device.type not in ("cpu", "cuda"):
+        raise Refused(f"the tensors are on {', '.join(str(x.device) for x in values)}; one of cpu and cuda is needed")
     if device.type == "cpu" and get_config().cpu == "off":
         raise Refused("attention on the CPU is left alone (FLASH_INDUCTOR_CPU=off)")
     for role, sizes in zip(("query", "key", "value"), map(plan.shape, plan.inputs), strict=True):
@@ -90,20 +91,19 @@ def _replace(program: Program, match: sites.Match, outcome: _Outcome) -> None:
             raise Refused(
                 f"the {role}'s number of heads or head dim is symbolic; mark only batch and length as dynamic"
             )
-    safety.check_region(program, meaning.matched, last, [x.node for x in plan.inputs])
+    safety.check_region(program, [*meaning.matched, *plan.looked_through], last, [x.node for x in plan.inputs])
     dtype = meaning.autocast
     if dtype is None:
         dtype = values[0].dtype
-        for v in values[1:]:
-            dtype = torch.promote_types(dtype, v.dtype)
+        for other in values[1:]:
+            dtype = torch.promote_types(dtype, other.dtype)
     if torch.float64 in meaning.dtypes and dtype is not torch.float64:
         raise Refused("the scores are computed in float64 from narrower inputs; cast query, key and value instead")
     proof = meaning.prove()
     spec = AttentionSpec(scale=meaning.scale_with(plan), mask=proof.mask, softcap=meaning.softcap)
     outcome.spec = spec
-    shapes = [plan.shape(x) for x in plan.inputs]
+    q, k, v = (plan.shape(x) for x in plan.inputs)
     name = str(dtype).removeprefix("torch.")
-    q, k, v = shapes
     reasons = support.unsupported_reasons(spec, q, k, v, name, device.type)
     if reasons:
         raise Refused(" ".join(reasons))
@@ -121,5 +121,6 @@ def _replace(program: Program, match: sites.Match, outcome: _Outcome) -> None:
     if proof.buffers and not buffers.guard_unchanged(proof.buffers):
         emitter.undo()
         raise Refused("the mask is a buffer whose value can't be guarded; build it in forward from torch.arange")
+    program.guard_assumed()
     last.replace_all_uses_with(node)
     emit.prune([last, *reversed(meaning.matched)], {last, *meaning.matched})

@@ -21,12 +21,17 @@ def _name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
+def changes_mode(node: fx.Node) -> bool:
+    """Whether the nodes after this one run under another autocast, grad mode or choice of SDPA backends."""
+    return _name(node) in _AUTOCAST or _name(node) in _GRAD_MODE or _name(node) == _SDPA_KERNEL
+
+
 def value_users(node: fx.Node) -> list[fx.Node]:
     """The users that read more of a tensor than its shape, dtype and device."""
     return [u for u in node.users if node in effects.data_inputs(u)]
 
 
-def check_users(matched: Iterable[fx.Node], last: fx.Node) -> None:
+def check_users(program: Program, matched: Iterable[fx.Node], last: fx.Node) -> None:
     """Raise Refused if an intermediate result of the site is needed elsewhere."""
     inside = set(matched) | {last}
     for node in inside - {last}:
@@ -37,6 +42,18 @@ def check_users(matched: Iterable[fx.Node], last: fx.Node) -> None:
                     f"`{node.name}`, an intermediate result of the attention, is also {where}; "
                     "don't ask for attention weights (output_attentions=False, need_weights=False)"
                 )
+        for target in effects.written(node):
+            _check_written(program, node, target, inside)
+
+
+def _check_written(program: Program, writer: fx.Node, target: fx.Node, inside: set[fx.Node]) -> None:
+    """Raise Refused if somebody else would see that an in-place step of the site is gone."""
+    for alias in program.nodes:
+        if not (program.storages(alias) & program.storages(target)):
+            continue
+        late = [u for u in value_users(alias) if program.position[u] > program.position[writer] and u not in inside]
+        if late or alias.op in ("placeholder", "get_attr"):
+            raise Refused(f"`{writer.name}` writes the scores in place into `{alias.name}`, which is seen elsewhere")
 
 
 def check_region(program: Program, matched: Iterable[fx.Node], last: fx.Node, inputs: Iterable[fx.Node]) -> None:
@@ -44,9 +61,8 @@ def check_region(program: Program, matched: Iterable[fx.Node], last: fx.Node, in
     nodes = set(matched) | {last}
     first = min(nodes, key=program.position.__getitem__)
     for node in program.between(first, last):
-        name = _name(node)
-        if name in _AUTOCAST or name in _GRAD_MODE or name == _SDPA_KERNEL:
-            raise Refused(f"autocast, grad mode or the SDPA backend changes within the attention (`{name}`)")
+        if changes_mode(node):
+            raise Refused(f"autocast, grad mode or the SDPA backend changes within the attention (`{_name(node)}`)")
     for source in inputs:
         for writer, _ in program.writes_between(source, program.position[first], program.position[last]):
             if writer not in nodes:

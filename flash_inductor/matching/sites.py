@@ -139,14 +139,14 @@ def _sdpa_labels(
 
 def _softmax_chain(program: Program, c: Call) -> Meaning:
     softmax, result = c.node, tensor(c.node)
-    if result is None or c.inplace:
-        raise Refused("the softmax's shape isn't known")
+    if result is None or c.inplace or "out" in c.args:
+        raise Refused("the softmax writes to a tensor that was there before")
     if c.get("dim") not in (-1, result.dim() - 1):
         raise Refused(f"the softmax runs over dim {c.get('dim')}, not over the last one, the keys")
     tail, last, regrouped = _to_value_product(program, softmax)
     before = chain.walk(program, c.get("input"), softmax)
     matched = list(dict.fromkeys([*before.nodes, softmax, *tail]))
-    safety.check_users(matched, last)
+    safety.check_users(program, matched, last)
     scoring = chain.interpret(before.steps)
     scores = products.scores_of(before.product)
     if scoring.masks and not scores.masks_ok:
