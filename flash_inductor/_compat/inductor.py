@@ -10,6 +10,7 @@ Differences served here: ``autotune_select_algorithm`` returns a TensorBox in 2.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,7 +132,10 @@ def contiguous_layout(x: IRNode) -> FixedLayout:
 def output_is_used(index: int) -> bool:
     """Whether anything in the graph reads this output of the node being lowered."""
     # FX can't drop one output of a node, so an unused one shows only in its users
-    return any(user.args[1] == index and len(user.users) > 0 for user in V.graph.current_node.users)
+    for user in V.graph.current_node.users:
+        if user.target is not operator.getitem or (user.args[1] == index and len(user.users) > 0):
+            return True
+    return False
 
 
 def allocate(layout: FixedLayout) -> IRNode:
