@@ -85,7 +85,7 @@ class _Unchanged:
 
     def check(self, frame_locals: Any) -> bool:
         try:
-            value = eval(self.code, {"L": frame_locals, "G": self.globals})
+            value: Any = eval(self.code, {"L": frame_locals, "G": self.globals})
             if value is self.tensor() and (value.data_ptr(), value._version) == self.state:
                 return True
             with torch.no_grad():

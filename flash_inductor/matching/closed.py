@@ -22,7 +22,8 @@ class Evaluated:
     buffers: tuple[fx.Node, ...]
 
 
-_RANDOM = ("rand", "bernoulli", "dropout", "normal", "multinomial", "uniform", "exponential", "poisson", "empty")
+# words in the names of operations that don't always give the same result
+_CHANCE = "rand bernoulli dropout normal multinomial uniform exponential poisson cauchy geometric rrelu empty".split()  # noqa: SIM905
 
 
 def evaluate(mask: fx.Node, at: fx.Node, buffer_value: Callable[[fx.Node], torch.Tensor | None]) -> Evaluated | str:
@@ -49,15 +50,18 @@ def evaluate(mask: fx.Node, at: fx.Node, buffer_value: Callable[[fx.Node], torch
             except Exception as error:  # whatever torch raises here, the mask is simply not evaluated
                 return f"evaluating the mask failed: {error}"
     result = env[mask]
-    return Evaluated(result, tuple(used)) if isinstance(result, torch.Tensor) else "the mask isn't a tensor"
+    fake = canonical.tensor(mask)
+    if not isinstance(result, torch.Tensor) or fake is None or (result.shape, result.dtype) != (fake.shape, fake.dtype):
+        return "the mask evaluates to something else than its metadata says"
+    return Evaluated(result, tuple(used))
 
 
 def _obstacle(node: fx.Node, limit: int) -> str | None:
     name = str(getattr(node.target, "__name__", node.target))
-    if any(word in name for word in _RANDOM) and node.op not in ("placeholder", "get_attr"):
-        return f"the mask depends on `{name}`"
-    if node.op in ("call_module", "output"):
-        return f"the mask depends on `{name}`"
+    if node.op not in ("placeholder", "get_attr"):
+        chance = any(word in name for word in _CHANCE)
+        if chance or not (node.op == "call_method" or effects.is_torch_function(node)):
+            return f"the mask depends on `{name}`"
     tensor = canonical.tensor(node)
     if tensor is not None:
         if not all(isinstance(s, int) for s in tensor.shape):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,24 +40,9 @@ _VIEWS = frozenset(
         "cast",
     ]
 )
-_INPLACE_OPERATORS = frozenset(
-    getattr(operator, name)
-    for name in [
-        "iadd",
-        "isub",
-        "imul",
-        "imatmul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
-    ]
-) | {operator.setitem}
+_INPLACE_NAMES = "iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()  # noqa: SIM905
+_INPLACE_OPERATORS = frozenset(getattr(operator, name) for name in _INPLACE_NAMES) | {operator.setitem}
+_INPLACE_METHODS = frozenset(f"__{name}__" for name in _INPLACE_NAMES)
 
 
 def order(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -74,7 +59,7 @@ def written(node: fx.Node) -> list[fx.Node]:
         return _nodes(out + ([c.args.get("input")] if c.inplace else []))
     if node.op == "call_method":
         name = str(node.target)
-        return _nodes(out + (first if name.endswith("_") and not name.endswith("__") else []))
+        return _nodes(out + (first if _writes_by_name(name) else []))
     if node.op != "call_function":
         return list(node.all_input_nodes) if node.op == "call_module" else []
     target = node.target
@@ -84,14 +69,21 @@ def written(node: fx.Node) -> list[fx.Node]:
         return _nodes(out + first)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return list(node.all_input_nodes) if _body_writes(node) else []
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+        return list(node.all_input_nodes) if any(o._schema.is_mutable for o in overloads) else []
     if not _is_torch(target):
         return list(node.all_input_nodes)
     name = getattr(target, "__name__", "")
-    if (name.endswith("_") and not name.endswith("__")) or _inplace_flag(target, node):
+    if _writes_by_name(name) or _inplace_flag(target, node):
         return _nodes(out + first)
     if name.startswith("_foreach"):
         return list(node.all_input_nodes)
     return _nodes(out)
+
+
+def _writes_by_name(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_METHODS
 
 
 def _nodes(args: Iterable[Any]) -> list[fx.Node]:
@@ -115,7 +107,16 @@ def _is_torch(target: Any) -> bool:
     return module.split(".")[0] in ("torch", "_operator", "operator", "math", "builtins", "einops")
 
 
-def _inplace_flag(target: Callable[..., Any], node: fx.Node) -> bool:
+def is_torch_function(node: fx.Node) -> bool:
+    """Whether a node calls one of torch's or Python's own functions, not a user's operation."""
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace in ("aten", "prims")
+    return not isinstance(node.target, torch._ops.OperatorBase) and _is_torch(node.target)
+
+
+def _inplace_flag(target: Any, node: fx.Node) -> bool:
     if node.kwargs.get("inplace"):
         return True
     try:
@@ -126,16 +127,16 @@ def _inplace_flag(target: Callable[..., Any], node: fx.Node) -> bool:
 
 
 def _body_writes(node: fx.Node) -> bool:
-    owner = node.graph.owning_module
+    """Whether a higher-order operation may write to its inputs: its bodies write to something, or it has none."""
+    bodies: list[Any] = []
     for source in node.all_input_nodes:
-        if source.op != "get_attr":
-            continue
-        body: Any = owner
-        for part in str(source.target).split("."):
-            body = getattr(body, part, None)
-        if isinstance(body, fx.GraphModule) and any(written(n) for n in body.graph.nodes):
-            return True
-    return False
+        if source.op == "get_attr":
+            body: Any = node.graph.owning_module
+            for part in str(source.target).split("."):
+                body = getattr(body, part, None)
+            bodies.append(body)
+    graphs = [body.graph for body in bodies if isinstance(body, fx.GraphModule)]
+    return not graphs or any(written(n) for graph in graphs for n in graph.nodes)
 
 
 def result(node: fx.Node) -> fx.Node:

@@ -67,6 +67,9 @@ class Interpreter:
                 value = self._checked(current, self._evaluate(current))
             except Unknown as reason:
                 value = Top(str(reason))
+            except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+                # arguments of a form the handlers don't expect must not break the compilation
+                value = Top(f"the mask is made with `{_target(current)}` in a way that isn't understood ({error})")
             if canonical.tensor(current) is not None:
                 self.values[current] = value
             for target in targets:
