@@ -86,7 +86,8 @@ class _Unchanged:
     def check(self, frame_locals: Any) -> bool:
         try:
             value: Any = eval(self.code, {"L": frame_locals, "G": self.globals})
-            if value is self.tensor() and (value.data_ptr(), value._version) == self.state:
+            same_object = value is self.tensor()
+            if same_object and (value.data_ptr(), value._version) == self.state:
                 return True
             with torch.no_grad():
                 same = _digest(value) == self.digest

@@ -23,7 +23,20 @@ class Evaluated:
 
 
 # words in the names of operations that don't always give the same result
-_CHANCE = "rand bernoulli dropout normal multinomial uniform exponential poisson cauchy geometric rrelu empty".split()  # noqa: SIM905
+_CHANCE = [
+    "rand",
+    "bernoulli",
+    "dropout",
+    "normal",
+    "multinomial",
+    "uniform",
+    "exponential",
+    "poisson",
+    "cauchy",
+    "geometric",
+    "rrelu",
+    "empty",
+]
 
 
 def evaluate(mask: fx.Node, at: fx.Node, buffer_value: Callable[[fx.Node], torch.Tensor | None]) -> Evaluated | str:

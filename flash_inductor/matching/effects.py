@@ -40,7 +40,21 @@ _VIEWS = frozenset(
         "cast",
     ]
 )
-_INPLACE_NAMES = "iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()  # noqa: SIM905
+_INPLACE_NAMES = [
+    "iadd",
+    "isub",
+    "imul",
+    "imatmul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "iand",
+    "ior",
+    "ixor",
+    "ilshift",
+    "irshift",
+]
 _INPLACE_OPERATORS = frozenset(getattr(operator, name) for name in _INPLACE_NAMES) | {operator.setitem}
 _INPLACE_METHODS = frozenset(f"__{name}__" for name in _INPLACE_NAMES)
 
