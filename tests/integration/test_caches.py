@@ -13,10 +13,7 @@ WORKER = """
     import json, sys, torch
     import torch.nn.functional as F
     import flash_inductor
-    import torch._inductor.config
     from torch._dynamo.utils import counters
-
-    torch._inductor.config.pattern_matcher = False  # half of a process's time, and nothing to do with caches
 
     def sdpa(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -83,7 +80,6 @@ def test_pitfall_1_changed_sources_are_not_served_stale_code(worker, package: Pa
         source.write(DOUBLING_LOWERING)
     result = worker("explicit", train=False, path=changed)
     assert (result["fx_hit"], result["aot_hit"], result["ratio"]) == (0, 0, 2)
-    assert worker("explicit", train=False)["fx_hit"] == 1  # what was cached first is still there for the old sources
 
 
 DOUBLING_LOWERING = """
