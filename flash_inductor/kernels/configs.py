@@ -20,21 +20,22 @@ class Config(NamedTuple):
 
 
 # Tables go by the padded head dim (64 serves everything below it too).
+# Measured on an H200 with bf16, causal and full, N = 4096 (benchmarks/README.md says how).
 _HOPPER: dict[Kind, dict[int, tuple[Config, ...]]] = {
     "fwd": {
-        64: (Config(128, 64, 4, 3), Config(64, 128, 4, 3), Config(128, 128, 8, 3), Config(128, 64, 8, 3)),
-        128: (Config(128, 64, 8, 3), Config(128, 128, 8, 2), Config(64, 128, 4, 2), Config(64, 64, 4, 3)),
-        256: (Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(128, 32, 8, 3)),
+        64: (Config(64, 64, 4, 3), Config(128, 64, 4, 3), Config(64, 128, 4, 3), Config(64, 64, 4, 2)),
+        128: (Config(64, 64, 4, 3), Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
+        256: (Config(128, 64, 8, 2), Config(128, 32, 8, 3), Config(64, 32, 4, 3)),
     },
     "dq": {
-        64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 3)),
-        128: (Config(64, 64, 4, 2), Config(128, 64, 8, 2), Config(64, 64, 4, 3)),
-        256: (Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(128, 32, 8, 2)),
+        64: (Config(64, 64, 4, 3), Config(128, 64, 4, 3), Config(64, 32, 4, 3)),
+        128: (Config(64, 64, 4, 2), Config(128, 64, 8, 3), Config(64, 32, 4, 3)),
+        256: (Config(128, 32, 8, 3), Config(128, 32, 8, 2), Config(64, 32, 4, 3)),
     },
     "dkdv": {
-        64: (Config(64, 64, 4, 2), Config(64, 128, 8, 2), Config(64, 128, 4, 2)),
-        128: (Config(64, 64, 4, 2), Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
-        256: (Config(32, 64, 8, 2), Config(64, 64, 8, 1), Config(32, 64, 4, 2)),
+        64: (Config(32, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 128, 4, 2)),
+        128: (Config(32, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 128, 8, 3), Config(64, 128, 8, 2)),
+        256: (Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(64, 64, 8, 1)),
     },
 }
 _AMPERE: dict[Kind, dict[int, tuple[Config, ...]]] = {
@@ -66,14 +67,19 @@ _SMALL: dict[Kind, dict[int, tuple[Config, ...]]] = {
 }
 
 
-def shared_memory_bytes(kind: Kind, config: Config, block_d: int, block_dv: int, itemsize: int) -> int:
-    """An estimate, from above on the architectures tried, of the shared memory a kernel asks for."""
+def shared_memory_bytes(
+    kind: Kind, config: Config, block_d: int, block_dv: int, itemsize: int, capability: int = 100
+) -> int:
+    """An estimate, from above on the architectures tried, of the shared memory a kernel asks for.
+
+    ``capability`` as in :func:`configs`: before Blackwell, p and ds stay in registers on their way to the next product.
+    """
     m, n, _, stages = config
     streamed = n if kind != "dkdv" else m
     resident = m if kind != "dkdv" else n
     dims = block_d + block_dv
     kept = resident * (block_d if kind == "fwd" else dims)
-    exchanged = m * n if kind != "fwd" else 0
+    exchanged = m * n if kind != "fwd" and capability >= 100 else 0
     return itemsize * (kept + stages * streamed * dims + exchanged) + 2048
 
 
@@ -98,7 +104,7 @@ def configs(
         fitting = tuple(
             c
             for c in table[kind][bucket]
-            if shared_memory_bytes(kind, c, block_d, block_dv, itemsize) <= max_shared_memory
+            if shared_memory_bytes(kind, c, block_d, block_dv, itemsize, capability) <= max_shared_memory
         )
         if fitting:
             return fitting

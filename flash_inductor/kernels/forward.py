@@ -51,7 +51,7 @@ def forward_tile(
     q_ptr, k_ptr, v_ptr, stride_qm, stride_kn, stride_vn, start_m, q_len, kv_len, lower, upper, sm_scale, softcap,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, NEGATIVE_SCALE: tl.constexpr = False,
 ):  # fmt: skip
     """Attention of query rows [start_m, start_m + BLOCK_M) of one head.
 
@@ -66,6 +66,7 @@ def forward_tile(
         BLOCK_D, BLOCK_DV: powers of two >= max(16, HEAD_DIM or V_HEAD_DIM).
         PRECISION: input_precision of tl.dot ("ieee", "tf32", "tf32x3"); matters for fp32 inputs only.
         FAST_TANH: use the hardware's tanh (CUDA only; error 2**-11, below bf16's rounding).
+        NEGATIVE_SCALE: sm_scale < 0, to be known at compile time because negating q costs registers.
 
     Returns:
         acc: fp32 [BLOCK_M, BLOCK_DV], the normalised output; 0 for rows that see nothing.
@@ -75,14 +76,14 @@ def forward_tile(
     rows of the tile see and others don't reaches the others too (0 * inf); one in K does not.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    # A negative scale would turn the maximum of the raw scores into the minimum: move the sign to q.  A zero scale
-    # would make -inf * 0; the tiny stand-in gives the same uniform softmax.
     q = load_rows(q_ptr, stride_qm, start_m, 0, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     if SOFTCAP:
         factor = softcap * LOG2E
         cap_scale = sm_scale / softcap
     else:
-        if sm_scale < 0:
+        # A negative scale would turn the maximum of the raw scores into the minimum: its sign goes to q.  A zero scale
+        # would make -inf * 0; the tiny stand-in gives the same uniform softmax.
+        if NEGATIVE_SCALE:
             q = -q
         factor = tl.maximum(tl.abs(tl.cast(sm_scale, tl.float32)), 1e-30) * LOG2E
         cap_scale = 0.0
@@ -118,7 +119,8 @@ def forward_kernel(
     heads, group, q_len, kv_len, lower, upper, sm_scale, softcap,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, ALIGN: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Eager launch: grid (batch * heads * query tiles,).  ALIGN divides every batch and head stride,
     which lets loads be wide; row strides are constants because that saves registers."""
@@ -138,7 +140,7 @@ def forward_kernel(
         q_ptr + batch * sqb + tl.cast(head, tl.int64) * sqh, k_ptr + batch * skb + tl.cast(kv_head, tl.int64) * skh,
         v_ptr + batch * svb + tl.cast(kv_head, tl.int64) * svh, sqm, skn, svn, start_m, q_len, kv_len, lower, upper,
         sm_scale, softcap, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, HAS_LOWER, HAS_UPPER,
-        SOFTCAP, PRECISION, FAST_TANH,
+        SOFTCAP, PRECISION, FAST_TANH, NEGATIVE_SCALE,
     )  # fmt: skip
     out_ptr += batch * sob + tl.cast(head, tl.int64) * soh
     store_rows(out_ptr, som, start_m, q_len, acc, BLOCK_M, V_HEAD_DIM, BLOCK_DV)
