@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import sys
@@ -211,8 +212,8 @@ def compare(cells: list[Cell], rounding: float) -> None:
         return
     base = stock[0]
     for cell in ran:
-        pairs = zip(cell.losses, base.losses, strict=True)
-        cell.loss_difference = max(abs(a - b) / abs(b) for a, b in pairs)
+        differences = [abs(a - b) / abs(b) for a, b in zip(cell.losses, base.losses, strict=True)]
+        cell.loss_difference = math.nan if any(map(math.isnan, differences)) else max(differences)
         cell.gradient_difference = abs(cell.gradient_norm - base.gradient_norm) / base.gradient_norm
     loss_bound = max([rounding, *(2 * (c.loss_difference or 0.0) for c in stock)])
     gradient_bound = max([rounding, *(2 * (c.gradient_difference or 0.0) for c in stock)])

@@ -49,10 +49,10 @@ def run(e2e: ModuleType, tmp_path: Path, *options: str) -> dict[tuple[str, str],
 
 
 def test_plugin_replaces_every_site_and_gives_the_same_losses(e2e: ModuleType, tmp_path: Path) -> None:
-    cells = run(e2e, tmp_path, "--impls", "sdpa,eager,ours-sdpa,ours-eager")
-    assert len(cells) == 16
+    cells = run(e2e, tmp_path, "--families", "mistral-7b,gemma2-2b", "--impls", "eager,ours-sdpa,ours-eager")
+    assert len(cells) == 6
     for (family, impl), cell in cells.items():
-        if family == "gemma2-2b" and impl.endswith("sdpa"):
+        if (family, impl) == ("gemma2-2b", "ours-sdpa"):
             assert "does not support" in cell["error"]  # transformers refuses it: SDPA has no softcap
             continue
         assert cell["error"] is None
@@ -68,12 +68,13 @@ def test_comparison_sees_wrong_losses_and_gradients(e2e: ModuleType) -> None:
     cells = [
         cell("sdpa", [6.0, 5.0], 1.0),
         cell("eager", [6.0, 5.0001], 1.0001),
-        cell("ours-sdpa", [6.0, 5.0002], 1.0002),
+        cell("ours-sdpa", [6.0, 5.00015], 1.00015),
         cell("ours-eager", [6.0, 5.01], 1.0),
         cell("ours-eager", [6.0, 5.0], 1.01),
+        cell("ours-eager", [6.0, float("nan")], 1.0),
     ]
     e2e.compare(cells, rounding=1e-6)
-    assert [c.within_rounding for c in cells] == [True, True, True, False, False]
+    assert [c.within_rounding for c in cells] == [True, True, True, False, False, False]
 
 
 def test_failing_cell_leaves_the_others(e2e: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -56,6 +57,8 @@ def run_worker(variant: str, settings: Settings, progress: Progress) -> dict[str
             errors.seek(0)
             tail = "\n".join(errors.read().splitlines()[-25:])
             raise WorkerError(f"the {variant} run ended with status {child.returncode}:\n{tail}")
+    if not progress.console.is_terminal:  # a log shows no moving bar
+        progress.console.print(f"{titles['train']}: {settings.steps} steps done", highlight=False)
     return record
 
 
@@ -66,7 +69,8 @@ def summarise(settings: Settings, stock: dict[str, Any], plugin: dict[str, Any])
         return [s["loss"] for s in steps]
 
     def farthest(a: list[float], b: list[float]) -> float:
-        return max(abs(x - y) for x, y in zip(a, b, strict=True))
+        differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
+        return math.nan if any(map(math.isnan, differences)) else max(differences)  # max() may lose a NaN
 
     def numbers(record: dict[str, Any]) -> dict[str, Any]:
         seconds = [s["seconds"] for s in record["train"]]
