@@ -175,3 +175,6 @@ class _Backup:
 def graphs_of(gm: torch.fx.GraphModule) -> list[fx.Graph]:
     """The graphs of the bodies of higher-order ops (checkpoint, cond, ...), then the graph itself."""
     return [body.graph for body in hooks.subgraphs(gm)] + [gm.graph]
+
+
+install.sync()

@@ -79,7 +79,7 @@ def is_held_off() -> bool:
 
 def install_when_inductor_is_imported() -> None:
     """Called once, by ``import flash_inductor``."""
-    hooks.when_imported(hooks.CONFIG, _sync)
+    hooks.when_imported(hooks.CONFIG, sync)
 
 
 def _switch(on: bool) -> None:
@@ -87,18 +87,21 @@ def _switch(on: bool) -> None:
     with _lock:
         _on = on
         if hooks.is_imported(hooks.CONFIG):
-            _sync()
+            sync()
 
 
-def _sync() -> None:
-    from .fusion_pass import FUSION, KEY
+def sync() -> None:
+    """Put the passes into Inductor's configuration, as the switch says."""
+    from . import fusion_pass
 
+    if not hasattr(fusion_pass, "KEY"):
+        return  # it is being imported, and imported Inductor to define its passes: it calls again at its end
     with _lock:
-        hooks.add_pass(hooks.POST_GRAD, KEY)
+        hooks.add_pass(hooks.POST_GRAD, fusion_pass.KEY)
         if _on:
-            hooks.add_pass(hooks.PRE_GRAD, FUSION)
+            hooks.add_pass(hooks.PRE_GRAD, fusion_pass.FUSION)
         else:
-            hooks.drop_pass(hooks.PRE_GRAD, FUSION)
+            hooks.drop_pass(hooks.PRE_GRAD, fusion_pass.FUSION)
         # A rewrite may read the value of a mask held in a buffer.  The guard on it lives in this process only, so the
         # pass has to run for a graph whose code comes from the cache too; the key is then that of the rewritten graph.
         hooks.run_passes_before_cache_lookup(_on)
