@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,12 +40,16 @@ class Cast:
 
 @dataclass(frozen=True)
 class Mask:
-    """``kind`` "keep", "drop" (bool, see masks.prove) with the score of hidden pairs, or "additive"."""
+    """``kind`` "keep", "drop" (bool, see masks.prove) with the score of hidden pairs, or "additive".
+
+    ``factor``: what the scores were scaled by after an additive mask.
+    """
 
     kind: str
     mask: fx.Node
     at: fx.Node
     fill: float = -math.inf
+    factor: float = 1.0
 
 
 Step = Scale | Tanh | Shift | Cast | Mask
@@ -343,8 +347,4 @@ def _index_of_tanh(steps: list[Step]) -> int:
 
 
 def _scaled(mask: Mask, factor: float) -> Mask:
-    if mask.kind == "additive":
-        if factor != 1.0:
-            raise Refused("the scores are scaled after an additive mask; scale them before")
-        return mask
-    return Mask(mask.kind, mask.mask, mask.at, mask.fill * factor)
+    return replace(mask, fill=mask.fill * factor, factor=mask.factor * factor)

@@ -35,7 +35,7 @@ def module(node: fx.Node) -> str | None:
     entry = list(stack.values())[-1]
     path = str(entry[0] if isinstance(entry, tuple) else entry)
     path = re.sub(r"^L\[['\"]self['\"]\]\.?|^L__self___?", "", path)
-    path = re.sub(r"\._modules|\.__dict__", "", path)
+    path = re.sub(r"\.?(_modules|__dict__)\b", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).lstrip(".")
     path = re.sub(r"^L\.(args\.\d+|\w+)\.?", "", path)  # the module was an argument of what was compiled
     return path or type_name(entry)

@@ -59,7 +59,7 @@ def find(program: Program, node: fx.Node) -> Match | None:
         return None
     if c.op == "sdpa":
         return Match(node, "sdpa", lambda: _sdpa(program, c))
-    if not (_follows_product(node) and (last := _reaches_product(node)) is not None):
+    if not (_follows_product(program, node) and (last := _reaches_product(node)) is not None):
         return None
     return Match(node, "softmax chain", lambda: _softmax_chain(program, c), last)
 
@@ -175,6 +175,10 @@ def _softmax_chain(program: Program, c: Call) -> Meaning:
         proofs = []
         for mask in scoring.masks:
             proof = _or_refuse(masks.prove(mask.mask, mask.kind, table.shape[-2], table.shape[-1], mask.at))
+            if mask.kind == "additive" and mask.factor < 1 and proof.finite:
+                raise Refused(
+                    "the scores are scaled down after a finite mask is added, and so is the mask; scale before"
+                )
             if mask.kind != "additive" and mask.fill != float("-inf"):
                 proof = replace(proof, finite=True)
             proofs.append(proof)
@@ -270,11 +274,12 @@ _THROUGH_PROBABILITIES = _THROUGH_SCORES | {"getitem", "slice", "narrow", "setit
 _LOOK_AT = 200
 
 
-def _follows_product(softmax: fx.Node) -> bool:
+def _follows_product(program: Program, softmax: fx.Node) -> bool:
     pending, seen = [softmax], {softmax}
     while pending and len(seen) < _LOOK_AT:
         node = pending.pop()
-        for source in node.all_input_nodes:
+        written = [w for x in node.all_input_nodes for w, _ in program.writes_between(x, -1, program.position[node])]
+        for source in [*node.all_input_nodes, *written]:
             c = call(source)
             value = tensor(source)
             if c is None or source in seen or value is None or value.dim() < 2:
