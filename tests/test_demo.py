@@ -124,3 +124,10 @@ def test_both_variants_train_alike() -> None:
     assert result["equal_within_rounding"], result
     assert result["stock"]["losses"] != result["stock"]["losses"][:1] * 3  # it does train
     json.dumps(result)
+
+
+def test_readme_shows_what_explain_prints() -> None:
+    model = LanguageModel(ModelConfig())
+    tokens = torch.zeros(1, 1024, dtype=torch.long)
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert str(flash_inductor.explain(model, tokens, tokens)).strip() in readme
