@@ -77,8 +77,8 @@ class MaskSpec:
 
         return MaskSpec(pick(self.lower, other.lower, max), pick(self.upper, other.upper, min))
 
-    def describe(self, q_len: Int | None = None, kv_len: Int | None = None) -> str:
-        """Words for reports: 'full', 'causal', 'causal window 1024', 'window 3..5', with the alignment if it matters."""
+    def describe(self) -> str:
+        """Words for reports: 'full', 'causal', 'causal, window 1024', 'window 3 left, 5 right'."""
         lower, upper = self.lower, self.upper
         if lower is None and upper is None:
             return "full"

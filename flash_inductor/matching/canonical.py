@@ -8,7 +8,7 @@ never by name alone, so a user's own ``softmax`` is not mistaken for torch's.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,8 @@ PARAMS: dict[str, tuple[str, ...]] = {
     "transpose": ("input", "dim0", "dim1"),
     "permute": ("input", "*dims"),
     "t": ("input",),
+    "mT": ("input",),
+    "numpy_T": ("input",),
     "movedim": ("input", "source", "destination"),
     "view": ("input", "*shape"),
     "reshape": ("input", "*shape"),
@@ -313,9 +315,16 @@ def call(node: Arg) -> Call | None:
             if known is not None:
                 args = _bind(tuple(a.name for a in target._schema.arguments), node.args, node.kwargs)
                 return Call(known[0], _rename_aten(known[0], args), node, known[1])
+        elif isinstance(target, torch._ops.OpOverloadPacket):  # since torch 2.15 Dynamo leaves x.mT as aten.mT
+            namespace, _, name = target._qualified_op_name.partition("::")
+            known = _canonical_name(name) if namespace == "aten" else None
+            if known is not None:
+                args = _rename_aten(known[0], _bind(PARAMS[known[0]], node.args, node.kwargs))
+                return Call(known[0], args, node, known[1])
         else:
-            known = _FUNCTIONS.get(target)
-            params = FUNCTION_PARAMS.get(target)
+            function: Any = target
+            known = _FUNCTIONS.get(function)
+            params = FUNCTION_PARAMS.get(function)
     else:
         return None
     if known is None:
@@ -371,13 +380,3 @@ def number(node: Arg) -> int | float | None:
     if isinstance(v, bool) or not isinstance(v, (int, float)):
         return None
     return v
-
-
-def writers(node: fx.Node) -> Iterator[fx.Node]:
-    """Nodes that write into the tensor of ``node`` in place (not through views of it)."""
-    for user in node.users:
-        c = call(user)
-        if c is not None and c.inplace and c.args.get("input") is node:
-            yield user
-        elif user.kwargs.get("out") is node:
-            yield user
