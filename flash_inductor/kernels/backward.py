@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Attention backward in two deterministic parts: dQ per query tile, dK and dV per key tile.  No atomics.
 
 With p = exp(s - lse), dp = dO V^T and delta = rowsum(dO * O) - dLSE:  ds = p * (dp - delta) (times 1 - tanh^2 under a

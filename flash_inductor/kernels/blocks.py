@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Device helpers shared by the forward and backward tiles: block ranges of a band, tile loads, scores, tanh."""
 
 from __future__ import annotations

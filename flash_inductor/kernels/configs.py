@@ -38,6 +38,11 @@ _HOPPER: dict[Kind, dict[int, tuple[Config, ...]]] = {
         256: (Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(64, 64, 8, 1)),
     },
 }
+# Unmeasured: Hopper's table, but for the one tile that doesn't spill there.
+_BLACKWELL: dict[Kind, dict[int, tuple[Config, ...]]] = {
+    **_HOPPER,
+    "dkdv": {**_HOPPER["dkdv"], 128: (Config(32, 64, 8, 2), *_HOPPER["dkdv"][128])},
+}
 _AMPERE: dict[Kind, dict[int, tuple[Config, ...]]] = {
     "fwd": {
         64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 32, 4, 3)),
@@ -59,11 +64,19 @@ _AMPERE: dict[Kind, dict[int, tuple[Config, ...]]] = {
 _SMALL: dict[Kind, dict[int, tuple[Config, ...]]] = {
     "fwd": {
         64: (Config(64, 32, 4, 2), Config(32, 32, 4, 1)),
-        128: (Config(64, 32, 4, 1),),
-        256: (Config(32, 16, 4, 1),),
+        128: (Config(64, 32, 4, 1), Config(32, 16, 4, 1)),
+        256: (Config(32, 16, 4, 1), Config(16, 16, 4, 1)),
     },
-    "dq": {64: (Config(32, 32, 4, 1),), 128: (Config(32, 32, 4, 1),), 256: (Config(16, 16, 4, 1),)},
-    "dkdv": {64: (Config(32, 32, 4, 1),), 128: (Config(32, 32, 4, 1),), 256: (Config(16, 16, 4, 1),)},
+    "dq": {
+        64: (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+        128: (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+        256: (Config(16, 16, 4, 1),),
+    },
+    "dkdv": {
+        64: (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+        128: (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+        256: (Config(16, 16, 4, 1),),
+    },
 }
 
 
@@ -79,14 +92,18 @@ def shared_memory_bytes(
     resident = m if kind != "dkdv" else n
     dims = block_d + block_dv
     kept = resident * (block_d if kind == "fwd" else dims)
-    exchanged = m * n if kind != "fwd" and capability >= 100 else 0
+    exchanged = 0
+    if kind != "fwd" and capability >= 100:
+        exchanged = m * n + streamed * dims  # p and ds, and the streamed tiles a second time, for the other products
+    elif kind == "dkdv" and stages == 1:
+        exchanged = streamed * max(block_d, block_dv)  # q or do a second time, transposed
     return itemsize * (kept + stages * streamed * dims + exchanged) + 2048
 
 
 def configs(
     kind: Kind, capability: int, block_d: int, block_dv: int, itemsize: int, max_shared_memory: int | None = None
 ) -> tuple[Config, ...]:
-    """The configs to try, best guess first; never empty.
+    """The configs to try, best guess first; never empty: where nothing fits, the smallest tile there is.
 
     Args:
         kind: "fwd", "dq" or "dkdv".
@@ -96,7 +113,7 @@ def configs(
         max_shared_memory: bytes a block may use; None means no limit.
     """
     bucket = max(64, block_d, block_dv)
-    tables = [_SMALL] if itemsize > 2 else [_HOPPER if capability // 10 in (9, 10) else _AMPERE, _SMALL]
+    tables = [_SMALL] if itemsize > 2 else [{9: _HOPPER, 10: _BLACKWELL}.get(capability // 10, _AMPERE), _SMALL]
     smallest = _SMALL[kind][bucket][-1]
     if max_shared_memory is None:
         return tables[0][kind][bucket]

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Attention forward: one query tile against all keys it sees, online softmax in base 2 (Dao, FlashAttention-2, alg. 1).
 
 ``forward_tile`` is called by the eager kernel below and by the Inductor template; it knows nothing of either.

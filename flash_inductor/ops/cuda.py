@@ -48,7 +48,7 @@ def forward(
         forward_kernel[(triton.cdiv(q_len, c.block_m) * batch * heads,)](
             query, key, value, out, lse,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sizes,
-            **constants, **_meta(c), NEGATIVE_SCALE=scale is not None and scale < 0, ALIGN=_align(query, key, value, out),
+            **constants, **_meta(c), NEGATIVE_SCALE=(scale or 0.0) < 0, ALIGN=_align(query, key, value, out),
         )  # fmt: skip
     return out, lse
 

@@ -88,13 +88,14 @@ def test_what_asks_for_too_much_shared_memory_is_left_out() -> None:
         lower(causal, qkv(q_len=128, dim=128, dtype=torch.bfloat16), arch="sm80", **MEASURE)
     limit = ARCHS["sm80"].shared_memory
     assert all(
-        shared_memory_bytes("fwd", config, 128, 128, 2) <= limit for config in configs("fwd", 80, 128, 128, 2, limit)
+        shared_memory_bytes("fwd", config, 128, 128, 2, 80) <= limit
+        for config in configs("fwd", 80, 128, 128, 2, limit)
     )
     with mock.patch.dict(ARCHS, sm80=harness.fakecuda.Arch("small", 8, 0, 46, 40_000)):
         eager._limits.cache_clear()
         small = lower(causal, qkv(q_len=128, dim=128, dtype=torch.bfloat16), arch="sm80")
     for found, kind in zip(blocks(small.text), ("fwd", "dq", "dkdv"), strict=True):
-        assert shared_memory_bytes(kind, eager.Config(*found), 128, 128, 2) <= 40_000
+        assert shared_memory_bytes(kind, eager.Config(*found), 128, 128, 2, 80) <= 40_000
     assert len(offered) == 3
 
 
