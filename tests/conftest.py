@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
