@@ -83,7 +83,8 @@ def _transpose(program: Program, c: Call, state: Peeled) -> Peeled | None:
 def _mt(program: Program, c: Call, state: Peeled) -> Peeled | None:
     rank = len(state.labels)
     name = c.get("name")
-    if not (name == "mT" or (name in ("T", "H", "mH") and rank == 2) or name == "mH" or c.op == "t"):
+    swaps = c.op in ("t", "mT") or name in ("mT", "mH") or ((name in ("T", "H") or c.op == "numpy_T") and rank == 2)
+    if not swaps:
         return None
     if rank < 2 or tensor(c.node) is None or tensor(c.node).is_complex():  # type: ignore[union-attr]
         return None
@@ -185,6 +186,8 @@ _PEELERS: dict[str, Callable[[Program, Call, Peeled], Peeled | None]] = {
     "transpose": _transpose,
     "permute": _permute,
     "t": _mt,
+    "mT": _mt,
+    "numpy_T": _mt,
     "getattr": _mt,
     "unsqueeze": _unsqueeze,
     "getitem": _getitem,

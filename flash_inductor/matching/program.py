@@ -26,15 +26,19 @@ class Refused(Exception):
 class Program:
     """Positions and writes of a graph.  Valid until the graph changes."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, before: Program | None = None) -> None:
+        """``before``: the program before nodes were replaced, which saves looking again at nodes that don't write."""
         self.position = effects.order(graph)
         self.nodes = list(graph.nodes)
-        self.writes: list[tuple[int, fx.Node, fx.Node]] = [
-            (position, writer, target)
-            for writer, position in self.position.items()
-            for target in effects.written(writer)
-            if writer.op not in ("output", "placeholder", "get_attr")
-        ]
+        self.quiet: set[fx.Node] = set() if before is None else before.quiet
+        self.writes: list[tuple[int, fx.Node, fx.Node]] = []
+        for writer, position in self.position.items():
+            if writer in self.quiet:
+                continue
+            targets = effects.written(writer)
+            self.writes += [(position, writer, target) for target in targets]
+            if not targets:
+                self.quiet.add(writer)
         self._storages: dict[fx.Node, frozenset[int]] = {}
         self.assumed: list[torch.SymFloat] = []
 

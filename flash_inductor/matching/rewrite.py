@@ -50,7 +50,7 @@ def rewrite_graph(graph: fx.Graph, *, apply: bool = True) -> list[Site]:
         module = locate.module(place)
         try:
             _replace(program, match, outcome)
-            program = Program(graph)
+            program = Program(graph, program)
         except Refused as refusal:
             outcome.reason = str(refusal)
         found.append(

@@ -84,11 +84,12 @@ def compile_and_compare(
     for a, e in zip(actual, expected, strict=True):
         assert a.dtype == e.dtype
         # float32 sums in another order: a few ulps of the largest number, for the small ones come from cancellation
-        size = float(e.abs().max()) if e.numel() else 0.0
+        size = float(e.nan_to_num(0.0, 0.0, 0.0).abs().max()) if e.numel() else 0.0
         atol = 0.0 if exact else 16 * torch.finfo(e.dtype).eps * size
         torch.testing.assert_close(a, e, atol=atol, rtol=0)
     if strides:
         with torch.no_grad():
             for a, e in zip(actual, tensors(fn(*args)), strict=False):
-                assert a.stride() == e.detach().clone().stride()
+                kept = [(x, y) for x, y, n in zip(a.stride(), e.clone().stride(), e.shape, strict=True) if n > 1]
+                assert all(x == y for x, y in kept), (a.stride(), e.stride())
     return backend
