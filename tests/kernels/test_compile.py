@@ -89,11 +89,14 @@ def resources(compiled: Any) -> Resources:
 
 # Bytes a thread may spill in the default config on sm_90: what it spills today, rounded up.  The table is ordered by
 # measured speed, and the fastest dK/dV tiles spill a little: their two accumulators fill the register file.
+# Triton 3.6 spills more there, so it has budgets of its own: one loose number for both would guard neither.
 _BUDGETS: dict[tuple[Kind, int], int] = {
     ("fwd", 64): 16, ("dq", 64): 48, ("dkdv", 64): 0,
     ("fwd", 128): 0, ("dq", 128): 0, ("dkdv", 128): 100,
     ("fwd", 256): 64, ("dq", 256): 128, ("dkdv", 256): 128,
 }  # fmt: skip
+
+_BUDGETS_TRITON_3_6: dict[tuple[Kind, int], int] = {("dkdv", 128): 192, ("dkdv", 256): 448}
 
 
 @pytest.mark.parametrize(("kind", "head_dim"), _BUDGETS)
@@ -103,7 +106,9 @@ def test_hopper(kind: Kind, head_dim: int) -> None:
     assert found.wgmmas > 0
     assert found.async_copies > 0, "loads aren't pipelined"
     assert found.warnings == (), "ptxas serialises the wgmma"
-    assert found.spilled_bytes <= _BUDGETS[kind, head_dim], found
+    old = triton.__version__.startswith("3.6.")
+    budget = {**_BUDGETS, **(_BUDGETS_TRITON_3_6 if old else {})}[kind, head_dim]
+    assert found.spilled_bytes <= budget, found
     assert found.shared_memory <= shared_memory_bytes(kind, config, head_dim, head_dim, 2, 90) <= SHARED_MEMORY[90]
 
 
