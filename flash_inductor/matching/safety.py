@@ -109,8 +109,8 @@ _SEES_STRIDES_NOT = frozenset(
     "matmul bmm baddbmm einsum contiguous size dim softmax sum amax max".split()  # noqa: SIM905
 )
 _PASSES_STRIDES_ON = frozenset(
-    "reshape flatten transpose permute t mT numpy_T movedim unsqueeze squeeze getitem select slice narrow chunk split unbind "  # noqa: SIM905
-    "expand cast dropout add sub mul div neg tanh where masked_fill detach clone".split()
+    "reshape flatten transpose permute t mT numpy_T movedim unsqueeze squeeze getitem select slice narrow "  # noqa: SIM905
+    "chunk split unbind expand cast dropout add sub mul div neg tanh where masked_fill detach clone".split()
 )
 
 
