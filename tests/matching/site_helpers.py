@@ -93,3 +93,15 @@ def compile_and_compare(
                 kept = [(x, y) for x, y, n in zip(a.stride(), e.clone().stride(), e.shape, strict=True) if n > 1]
                 assert all(x == y for x, y in kept), (a.stride(), e.stride())
     return backend
+
+
+def capture(fn: Any, *args: Any, **kwargs: Any) -> torch.fx.GraphModule:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, **kwargs)(*args)
+    return graphs[0]
