@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
@@ -31,10 +31,10 @@ def value_users(node: fx.Node) -> list[fx.Node]:
     return [u for u in node.users if node in effects.data_inputs(u)]
 
 
-def check_users(program: Program, matched: Iterable[fx.Node], last: fx.Node) -> None:
+def check_users(program: Program, matched: Sequence[fx.Node], last: fx.Node) -> None:
     """Raise Refused if an intermediate result of the site is needed elsewhere."""
     inside = set(matched) | {last}
-    for node in inside - {last}:
+    for node in matched:
         for user in value_users(node):
             if user not in inside:
                 where = "returned" if user.op == "output" else f"used by `{user.name}`"

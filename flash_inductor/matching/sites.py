@@ -227,6 +227,8 @@ def _to_value_product(program: Program, softmax: fx.Node) -> tuple[list[fx.Node]
             source, target = tensor(node), tensor(user)
             if source is None or target is None or source.device != target.device or not target.is_floating_point():
                 raise Refused("the probabilities are moved to another device or no floating-point numbers")
+        elif c.op in ("getitem", "slice", "narrow"):
+            raise Refused("only a part of the probabilities is used (attention sinks?), which the op can't do")
         elif c.op not in ("contiguous", "clone"):
             raise Refused(f"`{c.op}` between the softmax and the value product isn't understood")
         if c.inplace and c.op != "dropout":
