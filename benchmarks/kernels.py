@@ -192,9 +192,9 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
 def config_calls(case: Case) -> Iterator[tuple[Kind, Any, float, Callable[[], Any]]]:
     """(kind, config, FLOP, call) for each config that the table offers for this case."""
     query, key, value, grad_out = case.inputs()
-    capability, limit = cuda._limits(query.device.index)
+    capability, limit = cuda.device_limits(query.device.index)
     out, lse = cuda.forward(query, key, value, **case.options)
-    block = cuda._block_dim(case.head_dim)
+    block = cuda.block_dim(case.head_dim)
     only: dict[Kind, tuple[bool, bool, bool]] = {"dq": (True, False, False), "dkdv": (False, True, True)}
     share: dict[Kind, float] = {"fwd": 1.0, "dq": 1.5, "dkdv": 2.0}  # products of each kernel, in units of the forward
 

@@ -161,8 +161,6 @@ def simplify(size: Expr) -> Expr:
 
 def has_unbacked(sizes: Sequence[Expr]) -> bool:
     """Whether a size depends on data, so that nothing is known about it (not even that it isn't 0)."""
-    import sympy
-
     return any(bool(free_unbacked_symbols(sympy.sympify(size))) for size in sizes)
 
 

@@ -36,7 +36,7 @@ def load_template(name: str, grid: Any) -> Any:
 
 def candidates(kind: Kind, query: IRNode, constants: dict[str, Any]) -> tuple[Config, ...]:
     """Configurations to offer; those that ask for more shared memory than the device has are left out."""
-    capability, shared_memory = eager._limits(query.get_device().index or 0)
+    capability, shared_memory = eager.device_limits(query.get_device().index or 0)
     itemsize = query.get_dtype().itemsize
     found = configs(kind, capability, constants["BLOCK_D"], constants["BLOCK_DV"], itemsize, shared_memory)
     return found if inductor.max_autotune() else found[:1]

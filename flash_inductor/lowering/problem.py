@@ -111,12 +111,12 @@ def template_constants(
         **band.constants(),
         "HEAD_DIM": head_dim,
         "V_HEAD_DIM": v_head_dim,
-        "BLOCK_D": eager._block_dim(head_dim),
-        "BLOCK_DV": eager._block_dim(v_head_dim),
+        "BLOCK_D": eager.block_dim(head_dim),
+        "BLOCK_DV": eager.block_dim(v_head_dim),
         "GROUP": heads // kv_heads,
         "SM_SCALE": float(1.0 / math.sqrt(head_dim) if scale is None else scale),
         "SOFTCAP": float(softcap or 0.0),
         "HAS_SOFTCAP": softcap is not None,
-        "PRECISION": repr(eager._precision(dtype)),  # written into the kernel's text as it is
+        "PRECISION": repr(eager.dot_precision(dtype)),  # written into the kernel's text as it is
         "FAST_TANH": dtype is torch.bfloat16,
     }

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from . import canonical
+from .mask_domain import same
 
 _VIEWS = frozenset(
     [
@@ -170,22 +171,16 @@ def same_view(a: fx.Node, b: fx.Node) -> bool:
     if x is None or y is None or x.dtype != y.dtype or x.dim() != y.dim() or not shares_memory(a, b):
         return False
     sizes = zip((*x.shape, *x.stride(), x.storage_offset()), (*y.shape, *y.stride(), y.storage_offset()), strict=True)
-    return all(_same(m, n) for m, n in sizes)
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
-        difference = (a - b).node.expr if isinstance(a - b, torch.SymInt) else a - b
-        return bool(difference == 0)
-    return bool(a == b)
+    return all(same(m, n) for m, n in sizes)
 
 
 def shares_memory(a: fx.Node, b: fx.Node) -> bool:
     """Whether the tensors of two nodes may overlap, by the memory of their fake tensors."""
-    return bool(_storages(a) & _storages(b))
+    return bool(storages(a) & storages(b))
 
 
-def _storages(node: fx.Node) -> set[int]:
+def storages(node: fx.Node) -> set[int]:
+    """The memory of a node's tensors, as the fake tensors know it; empty if it isn't known."""
     found: set[int] = set()
 
     def add(value: Any) -> None:

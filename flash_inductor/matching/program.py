@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import canonical, effects
 from .canonical import Arg, Call
+from .mask_domain import known
 
 
 class Refused(Exception):
@@ -45,7 +45,7 @@ class Program:
     def storages(self, node: fx.Node) -> frozenset[int]:
         """The memory of a node's tensors, as the fake tensors know it."""
         if node not in self._storages:
-            self._storages[node] = frozenset(effects._storages(node))
+            self._storages[node] = frozenset(effects.storages(node))
         return self._storages[node]
 
     def overlap(self, a: fx.Node, b: fx.Node) -> bool:
@@ -69,7 +69,7 @@ class Program:
             return canonical.call(node)
         writer, target = writes[-1]
         c = canonical.call(writer)
-        whole = c is not None and c.op != "setitem" and "out" not in c.args and same_layout(target, node)
+        whole = c is not None and c.op != "setitem" and "out" not in c.args and effects.same_view(target, node)
         return c if whole else None
 
     def assume(self, number: torch.SymFloat | torch.SymInt) -> float | None:
@@ -102,7 +102,7 @@ def same_size(a: Any, b: Any) -> bool:
         return True
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    return bool(statically_known_true(a == b))
+    return known(a == b)
 
 
 def same_shape(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -120,19 +120,6 @@ def same_strides(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         a is not None
         and b is not None
         and all(same_size(x, y) or same_size(n, 1) for x, y, n in zip(a.stride(), b.stride(), a.shape, strict=True))
-    )
-
-
-def same_layout(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes that share memory are the same view of it."""
-    x, y = canonical.tensor(a), canonical.tensor(b)
-    if x is None or y is None:
-        return False
-    return (
-        x.dtype is y.dtype
-        and same_shape(x, y)
-        and all(same_size(s, t) for s, t in zip(x.stride(), y.stride(), strict=True))
-        and same_size(x.storage_offset(), y.storage_offset())
     )
 
 

@@ -132,24 +132,25 @@ def _meta(c: Config) -> dict[str, int]:
     return {"BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "num_warps": c.num_warps, "num_stages": c.num_stages}
 
 
-def _block_dim(dim: int) -> int:
+def block_dim(dim: int) -> int:
+    """The width of the tile that holds a head dim: the next power of two, at least 16 (tl.dot's minimum)."""
     return max(16, triton.next_power_of_2(dim))
 
 
 @lru_cache
-def _limits(index: int) -> tuple[int, int | None]:
+def device_limits(index: int) -> tuple[int, int | None]:
     """(compute capability, shared memory bytes a block may use) of a CUDA device."""
     props = torch.cuda.get_device_properties(index)
     return props.major * 10 + props.minor, getattr(props, "shared_memory_per_block_optin", None)
 
 
 def _configs(kind: Kind, query: Tensor, value: Tensor) -> tuple[Config, ...]:
-    capability, limit = _limits(query.device.index) if query.is_cuda else (0, None)
-    blocks = _block_dim(query.shape[3]), _block_dim(value.shape[3])
+    capability, limit = device_limits(query.device.index) if query.is_cuda else (0, None)
+    blocks = block_dim(query.shape[3]), block_dim(value.shape[3])
     return configs(kind, capability, *blocks, query.element_size(), limit)
 
 
-def _precision(dtype: torch.dtype) -> str:
+def dot_precision(dtype: torch.dtype) -> str:
     """tl.dot's input_precision: for fp32 what torch.set_float32_matmul_precision asks of every other matmul."""
     if dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest":
         return "ieee"
@@ -170,12 +171,12 @@ def _arguments(
     constants = {
         "HEAD_DIM": head_dim,
         "V_HEAD_DIM": v_head_dim,
-        "BLOCK_D": _block_dim(head_dim),
-        "BLOCK_DV": _block_dim(v_head_dim),
+        "BLOCK_D": block_dim(head_dim),
+        "BLOCK_DV": block_dim(v_head_dim),
         "HAS_LOWER": mask.lower is not None,
         "HAS_UPPER": mask.upper is not None,
         "SOFTCAP": softcap is not None,
-        "PRECISION": _precision(query.dtype),
+        "PRECISION": dot_precision(query.dtype),
         "FAST_TANH": query.dtype is torch.bfloat16 and query.is_cuda,
     }
     return sizes, constants

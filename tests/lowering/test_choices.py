@@ -25,9 +25,9 @@ MEASURE = {"max_autotune": True, "search_autotune_cache": False}
 
 @pytest.fixture(autouse=True)
 def _forget_the_device() -> Iterator[None]:
-    eager._limits.cache_clear()
+    eager.device_limits.cache_clear()
     yield
-    eager._limits.cache_clear()
+    eager.device_limits.cache_clear()
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def test_what_asks_for_too_much_shared_memory_is_left_out() -> None:
         for config in configs("fwd", 80, 128, 128, 2, limit)
     )
     with mock.patch.dict(ARCHS, sm80=harness.fakecuda.Arch("small", 8, 0, 46, 40_000)):
-        eager._limits.cache_clear()
+        eager.device_limits.cache_clear()
         small = lower(causal, qkv(q_len=128, dim=128, dtype=torch.bfloat16), arch="sm80")
     for found, kind in zip(blocks(small.text), ("fwd", "dq", "dkdv"), strict=True):
         assert shared_memory_bytes(kind, eager.Config(*found), 128, 128, 2, 80) <= 40_000
