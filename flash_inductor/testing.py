@@ -183,10 +183,11 @@ def _terms(
     for size, width in ((_typical, query.shape[-1] ** 0.5), (_largest, 1.0)):
         q, k, v, go = (size(x) for x in (query, key, value, grad_out))
         score = scale * (go * v + size(None if grad_lse is None else grad_lse.unsqueeze(-1)))
-        sizes.append(
-            {"out": 0.0, "lse": scale * q * k, "grad_query": score * k / width, "grad_key": score * q / width * rows}
-        )
-    return {name: (sizes[0].get(name, 0.0), sizes[1].get(name, 0.0)) for name in (*sizes[0], "grad_value")}
+        sizes.append({"lse": scale * q * k, "grad_query": score * k / width, "grad_key": score * q / width * rows})
+    terms = {name: (sizes[0][name], sizes[1][name]) for name in sizes[0]}
+    # The absolute error of a score is the relative error of its probability, which weighs an element of value.
+    element = _typical(value) / max(1, value.shape[-1]) ** 0.5
+    return {"out": (0.0, sizes[0]["lse"] * element), **terms, "grad_value": (0.0, 0.0)}
 
 
 def _row_norms(x: Tensor | None) -> Tensor:
