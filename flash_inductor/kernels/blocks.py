@@ -88,7 +88,7 @@ def store_rows(ptr, stride, row, end, tile, ROWS: tl.constexpr, DIM: tl.constexp
 
 @triton.jit
 def tanh(x, FAST: tl.constexpr):
-    """tanh in fp32.  FAST: the hardware's approximation (relative error 2**-11, CUDA only), else to a few 1e-7, relative.
+    """tanh in fp32.  FAST: the hardware's approximation (relative error 2**-11, CUDA only), else good to a few 1e-7.
 
     Near zero the closed form loses digits by cancellation, which a softcap of 50 would multiply by 50: there the
     Taylor series (its next term is below 1e-8 of the value for abs(x) < 0.25).
