@@ -14,6 +14,7 @@ from ..ops.library import attn
 from ..spec import AttentionSpec
 from . import canonical
 from .canonical import tensor, value
+from .operands import NO_OPERANDS, Operands, Table, arguments
 from .plan import Input, Plan
 from .products import Label
 from .program import Refused, same_shape, same_strides
@@ -32,6 +33,7 @@ class Emitter:
         self.meta = {k: at.meta[k] for k in _COPIED_META if k in at.meta}
         # the mode that made the values: Dynamo's own, which isn't the one that detect_fake_mode() answers
         self.mode = getattr(tensor(source), "fake_mode", None)
+        self.device = canonical.value(source).device.type
         self.nodes: list[fx.Node] = []
 
     def call(self, target: Any, *args: Any, autocast: tuple[str, torch.dtype] | None = None, **kwargs: Any) -> fx.Node:
@@ -44,9 +46,8 @@ class Emitter:
             if self.mode is not None:
                 stack.enter_context(self.mode)
             stack.enter_context(torch.no_grad())
-            device = tensor(self.at).device.type  # type: ignore[union-attr]
             stack.enter_context(
-                torch.autocast(device, autocast[1]) if autocast else torch.autocast(device, enabled=False)
+                torch.autocast(self.device, autocast[1]) if autocast else torch.autocast(self.device, enabled=False)
             )
             node.meta[self.key] = target(*values, **named)
         return node
@@ -153,6 +154,8 @@ def replacement(
     autocast: torch.dtype | None,
     keep_strides: bool,
     private: bool,
+    operands: Operands = NO_OPERANDS,
+    table: Table | None = None,
 ) -> tuple[Emitter, fx.Node]:
     """Emit what computes ``site`` by the op.  Raises Refused, having emitted nothing, if that fails.
 
@@ -160,6 +163,7 @@ def replacement(
         dtype: the op's dtype; inputs of others are cast to it, unless ``autocast`` (its dtype) does so.
         keep_strides: give the result the strides that ``site`` has.
         private: the result will be written to, so it must not be the tensor that the op saves for its backward.
+        operands, table: what the site has besides query, key and value, and the scores' dims that it refers to.
     """
     e = Emitter(site, plan.query.node)
     try:
@@ -172,6 +176,7 @@ def replacement(
         old = tensor(site)
         assert old is not None  # checked when the site was found
         kwargs = {name: e.symbol(arg) for name, arg in spec.op_kwargs().items()}
+        kwargs.update(arguments(e, plan, table, operands))
         both = e.call(attn, *tensors, autocast=None if autocast is None else (old.device.type, autocast), **kwargs)
         node = _result(e, plan, e.call(operator.getitem, both, 0))
         new = tensor(node)

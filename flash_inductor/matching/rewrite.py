@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import fx
@@ -12,7 +14,8 @@ from .._compat import buffers
 from ..config import get_config
 from ..report import Site, record
 from ..spec import AttentionSpec
-from . import emit, locate, safety, sites
+from . import emit, locate, mha, safety, sites
+from .operands import check_kept
 from .plan import Plan
 from .program import Program, Refused
 
@@ -39,24 +42,27 @@ def rewrite_graph(graph: fx.Graph, *, apply: bool = True) -> list[Site]:
         graph = copy
     found: list[Site] = []
     program = Program(graph)
-    for anchor in [n for n in graph.nodes if sites.is_anchor(n)]:
-        match = sites.find(program, anchor)
-        if match is None:
-            continue
+    for anchor in [n for n in graph.nodes if sites.is_anchor(n) or mha.is_call(n)]:
+        replace: Callable[[Program, _Outcome], None]
+        if mha.is_call(anchor):
+            form, place, replace = mha.FORM, anchor, partial(_replace_inside, anchor)
+        else:
+            match = sites.find(program, anchor)
+            if match is None:
+                continue
+            form, place, replace = match.form, match.last or anchor, partial(_replace, match)
         outcome = _Outcome()
-        site = match.node
-        place = match.last or site
         where, source = locate.location(place)
         module = locate.module(place)
         try:
-            _replace(program, match, outcome)
+            replace(program, outcome)
             program = Program(graph, program)
         except Refused as refusal:
             outcome.reason = str(refusal)
         found.append(
             Site(
-                node=site.name,
-                form=match.form,
+                node=anchor.name,
+                form=form,
                 replaced=outcome.reason is None,
                 spec=outcome.spec,
                 reason=outcome.reason,
@@ -72,7 +78,22 @@ def rewrite_graph(graph: fx.Graph, *, apply: bool = True) -> list[Site]:
     return found
 
 
-def _replace(program: Program, match: sites.Match, outcome: _Outcome) -> None:
+def _replace_inside(node: fx.Node, program: Program, outcome: _Outcome) -> None:
+    """Replace the attention inside an ``F.multi_head_attention_forward``.  Raises Refused, the graph unchanged."""
+    opened = mha.open_call(program, node)
+    try:
+        inner = Program(node.graph, program)
+        match = sites.find(inner, opened.sdpa)
+        if match is None:
+            raise Refused("the attention inside isn't understood")
+        _replace(match, inner, outcome)
+    except Exception:
+        opened.close()
+        raise
+    opened.commit()
+
+
+def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
     """Replace one site; fills in ``outcome`` as far as it gets.  Raises Refused, the graph unchanged, if it can't."""
     program.assumed.clear()
     meaning = match.resolve()
@@ -100,7 +121,11 @@ def _replace(program: Program, match: sites.Match, outcome: _Outcome) -> None:
     if torch.float64 in meaning.dtypes and dtype is not torch.float64:
         raise Refused("the scores are computed in float64 from narrower inputs; cast query, key and value instead")
     proof = meaning.prove()
-    spec = AttentionSpec(scale=meaning.scale_with(plan), mask=proof.mask, softcap=meaning.softcap)
+    operands = meaning.operands.merged(proof.operands)
+    check_kept(program, operands)
+    spec = AttentionSpec(
+        scale=meaning.scale_with(plan), mask=proof.mask, softcap=meaning.softcap, extras=operands.words()
+    )
     outcome.spec = spec
     q, k, v = (plan.shape(x) for x in plan.inputs)
     name = str(dtype).removeprefix("torch.")
@@ -117,6 +142,8 @@ def _replace(program: Program, match: sites.Match, outcome: _Outcome) -> None:
         autocast=meaning.autocast,
         keep_strides=safety.strides_matter(last),
         private=private,
+        operands=operands,
+        table=meaning.table,
     )
     if proof.buffers and not buffers.guard_unchanged(proof.buffers):
         emitter.undo()
