@@ -21,6 +21,7 @@ from . import canonical, closed, effects
 from .canonical import Arg
 from .mask_domain import Pred, Top, TwoValued, Unknown, Value, broadcast, known, same, simplify
 from .mask_interpreter import Interpreter
+from .operands import NO_OPERANDS, Operands
 
 NEGLIGIBLE = -1e4  # a score this far below the others has no weight left after softmax
 
@@ -48,6 +49,7 @@ class MaskProof:
     finite: bool = False
     empty_rows: bool = False
     sizes: tuple[Int, Int] | None = None  # q_len, kv_len
+    operands: Operands = NO_OPERANDS  # what hides pairs, or is added to scores, besides the band
 
 
 def prove(mask: Arg, kind: str, q_len: Int, kv_len: Int, at: fx.Node) -> MaskProof | Refusal:

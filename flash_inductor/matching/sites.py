@@ -12,6 +12,7 @@ from ..spec import MaskSpec
 from . import canonical, chain, effects, masks, plan, products, safety
 from .canonical import Call, call, tensor
 from .masks import MaskProof, Refusal
+from .operands import NO_OPERANDS, Operands, Table
 from .plan import Plan
 from .products import Operand, Scores, Values
 from .program import Program, Refused, constant, same_shape, same_size
@@ -29,6 +30,8 @@ class Meaning:
     prove: Callable[[], MaskProof]
     autocast: torch.dtype | None
     dtypes: set[torch.dtype]
+    table: Table
+    operands: Operands = NO_OPERANDS  # without those that ``prove`` finds
 
     def scale_with(self, plan: Plan) -> float | None:
         if plan.scale == 1.0:
@@ -102,6 +105,8 @@ def _sdpa(program: Program, c: Call) -> Meaning:
     autocast = result.dtype if dtypes != {result.dtype} else None
     layout = plan.make(program, scores, values, (node, node), node, gqa=grouped, peel_casts=False)
 
+    table = Table(scores.out, (*result.shape[:-1], tensors[1].shape[-2]))
+
     def prove() -> MaskProof:
         if mask is None:
             return MaskProof(MaskSpec(upper=0) if causal else MaskSpec())
@@ -112,7 +117,7 @@ def _sdpa(program: Program, c: Call) -> Meaning:
         proof = masks.prove(mask, kind, tensors[0].shape[-2], tensors[1].shape[-2], node)
         return _or_refuse(proof)
 
-    return Meaning(node, [], layout, scale, None, prove, autocast, set())
+    return Meaning(node, [], layout, scale, None, prove, autocast, set(), table)
 
 
 def _sdpa_labels(
@@ -186,7 +191,9 @@ def _softmax_chain(program: Program, c: Call) -> Meaning:
 
     # the nodes looked through under the operands are computed from, not replaced: they count for the region only
     dtypes = scoring.dtypes | {result.dtype}
-    return Meaning(last, matched, layout, scoring.scale, scoring.softcap, prove, autocast, dtypes)
+    return Meaning(
+        last, matched, layout, scoring.scale, scoring.softcap, prove, autocast, dtypes, Table(scores.out, table.shape)
+    )
 
 
 def _or_refuse(proof: MaskProof | Refusal) -> MaskProof:

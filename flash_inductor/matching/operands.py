@@ -1,0 +1,327 @@
+"""The tensors of a site besides query, key and value: bias, mask, segments, sinks, dropout; and how the op gets them.
+
+The op takes a bias and a mask with four dims, each 1 or full, so nothing is expanded that the graph doesn't hold
+expanded: key padding stays [batch, 1, 1, keys].
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from .canonical import tensor
+from .mask_domain import Linear, axis
+from .program import Refused, same_size
+
+if TYPE_CHECKING:
+    from .emit import Emitter
+    from .plan import Plan
+    from .products import Label
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of the graph, read at every pair of a table [..., queries, keys].
+
+    Attributes:
+        node: the tensor as it is from the time that ``since`` has run.
+        index: which element of each of its dims is read, linear in the indices of the table: an index of the table,
+            from some number on, or a number.
+        table: the sizes of the table.
+        negated: (bool) the opposite is meant.
+        factor: (floating) what the numbers are multiplied by.
+    """
+
+    node: fx.Node
+    since: fx.Node
+    index: tuple[Linear, ...]
+    table: tuple[Any, ...]
+    negated: bool = False
+    factor: float = 1.0
+
+    @staticmethod
+    def whole(node: fx.Node, since: fx.Node, table: Sequence[Any]) -> Part:
+        """A tensor as it broadcasts to the table.  Raises Refused if it doesn't."""
+        value = tensor(node)
+        if value is None:
+            raise Refused("the mask is not a tensor")
+        rank, offset = len(table), len(table) - value.dim()
+        if offset < 0:
+            raise Refused("the mask has more dims than the scores")
+        index = []
+        for d, size in enumerate(value.shape):
+            if isinstance(size, int) and size == 1:
+                index.append(Linear((0,) * rank))
+            elif same_size(size, table[offset + d]):
+                index.append(axis(offset + d, rank))
+            else:
+                raise Refused(f"the mask has size {size} where the scores have {table[offset + d]}")
+        return Part(node, since, tuple(index), tuple(table))
+
+    @property
+    def dims(self) -> list[int]:
+        """The dims of the table that its value may depend on."""
+        return sorted({d for linear in self.index for d, coef in enumerate(linear.coefs) if coef})
+
+    @property
+    def over_queries(self) -> bool:
+        return len(self.table) - 2 in self.dims
+
+    @property
+    def over_keys(self) -> bool:
+        return len(self.table) - 1 in self.dims
+
+    def obstacle(self) -> str | None:
+        """Why it can't be had as a view of the tensor."""
+        used: list[int] = []
+        for linear in self.index:
+            dims = [d for d, coef in enumerate(linear.coefs) if coef]
+            if len(dims) > 1 or any(linear.coefs[d] != 1 for d in dims) or not isinstance(linear.const, int):
+                return f"`{self.node.name}` is read at indices that aren't a slice of it"
+            used += dims
+        if len(used) != len(set(used)):
+            return f"`{self.node.name}` is read along its diagonal"
+        return None
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a site has besides query, key and value.
+
+    Several masks hide what any of them hides; several biases are added up.  ``sinks`` [query heads] is a node in the
+    order of the op's heads.
+    """
+
+    bias: tuple[Part, ...] = ()
+    mask: tuple[Part, ...] = ()
+    query_segments: Part | None = None
+    key_segments: Part | None = None
+    sinks: fx.Node | None = None
+    dropout_p: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self != NO_OPERANDS
+
+    def merged(self, other: Operands) -> Operands:
+        """Both at once.  Raises Refused where there can be only one."""
+        for name in ("query_segments", "sinks"):
+            if getattr(self, name) is not None and getattr(other, name) is not None:
+                raise Refused(f"the site has two {name.replace('_', ' ')}; the op takes one")
+        if self.dropout_p and other.dropout_p:
+            raise Refused("the probabilities are dropped out twice")
+        return Operands(
+            (*self.bias, *other.bias),
+            (*self.mask, *other.mask),
+            self.query_segments or other.query_segments,
+            self.key_segments or other.key_segments,
+            self.sinks or other.sinks,
+            self.dropout_p or other.dropout_p,
+        )
+
+    def words(self) -> tuple[str, ...]:
+        """For reports, as `AttentionSpec.extras`."""
+        found = []
+        if any(not p.over_queries for p in self.mask):
+            found.append("padding")
+        if any(p.over_queries for p in self.mask):
+            found.append("mask")
+        if self.query_segments is not None:
+            found.append("segments")
+        if self.bias:
+            found.append("bias")
+        if self.sinks is not None:
+            found.append("sinks")
+        if self.dropout_p:
+            found.append(f"dropout {self.dropout_p:g}")
+        return tuple(found)
+
+
+NO_OPERANDS = Operands()
+
+
+@dataclass(frozen=True)
+class Table:
+    """The scores' dims at the score product: leading labels, query, key; and their sizes."""
+
+    labels: tuple[Label, ...]
+    sizes: tuple[Any, ...]
+
+
+def arguments(e: Emitter, plan: Plan, table: Table | None, given: Operands) -> dict[str, Any]:
+    """Emit the views and give the op's keyword arguments for them; {} without any operand."""
+    if not given:
+        return {}
+    found: dict[str, Any] = {}
+    if given.bias:
+        biases = [_scaled(e, _pairs(e, plan, table, part), part.factor) for part in given.bias]
+        found["bias"] = _folded(e, aten.add.Tensor, biases)
+    if given.mask:
+        found["mask"] = _folded(e, aten.bitwise_and.Tensor, [_pairs(e, plan, table, part) for part in given.mask])
+    if given.query_segments is not None and given.key_segments is not None:
+        found["query_segments"] = _ids(e, _pairs(e, plan, table, given.query_segments), 3)
+        found["key_segments"] = _ids(e, _pairs(e, plan, table, given.key_segments), 2)
+    if given.sinks is not None:
+        heads, size = tensor(given.sinks), plan.shape(plan.query)[1]
+        if heads is None or heads.dim() != 1 or not same_size(heads.shape[0], size):
+            raise Refused("the attention sinks are not one number for each head")
+        found["sinks"] = given.sinks
+    if given.dropout_p:
+        device = tensor(plan.query.node).device  # type: ignore[union-attr] # it was checked
+        # drawn in the graph, so that seeds, checkpointing and functionalisation follow torch's rules
+        found["rng_state"] = e.call(torch.randint, 0, 2**62, (2,), dtype=torch.int64, device=device)
+        found["dropout_p"] = given.dropout_p
+    found.update(_ranges(e, plan, found))
+    return found
+
+
+def _ranges(e: Emitter, plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
+    """Which blocks of keys the blocks of queries see: the CUDA kernels skip the others."""
+    query = tensor(plan.query.node)
+    mask = tensor(found.get("mask"))
+    padding = mask is not None and all(isinstance(s, int) and s == 1 for s in mask.shape[1:3])
+    if query is None or query.device.type != "cuda" or not (padding or "query_segments" in found):
+        return {}
+    lengths = [e.size(x, x.length) for x in (plan.query, plan.key)]
+    segments = [found.get(name) for name in ("query_segments", "key_segments")]
+    both = e.call(torch.ops.flashbwd.block_ranges.default, found["mask"] if padding else None, *segments, *lengths)
+    return {name: e.call(operator.getitem, both, i) for i, name in enumerate(("key_range", "query_range"))}
+
+
+def _folded(e: Emitter, target: Any, nodes: list[fx.Node]) -> fx.Node:
+    total = nodes[0]
+    for node in nodes[1:]:
+        total = e.call(target, total, node)
+    return total
+
+
+def _scaled(e: Emitter, node: fx.Node, factor: float) -> fx.Node:
+    return node if factor == 1.0 else e.call(aten.mul.Tensor, node, factor)
+
+
+def _ids(e: Emitter, node: fx.Node, dim: int) -> fx.Node:
+    """Segment ids [batch, length] of [batch, 1, length, 1] or, with ``dim`` 2, [batch, 1, 1, length]."""
+    node = e.call(aten.squeeze.dim, e.call(aten.squeeze.dim, node, dim), 1)
+    value = tensor(node)
+    return node if value is None or value.dtype is torch.int32 else e.call(aten.to.dtype, node, torch.int32)
+
+
+def _pairs(e: Emitter, plan: Plan, table: Table | None, part: Part) -> fx.Node:
+    """A part as [batch, heads, queries, keys] of the op, each dim 1 or full."""
+    value, query = tensor(part.node), tensor(plan.query.node)
+    if table is None or value is None or query is None:
+        raise Refused("the mask's place in the scores isn't known")
+    if value.device != query.device:
+        raise Refused(f"`{part.node.name}` is on {value.device} and the query on {query.device}")
+    reason = part.obstacle()
+    if reason is not None:
+        raise Refused(reason)
+    node = e.call(aten.bitwise_not.default, part.node) if part.negated else part.node
+    return _merged(e, plan, table, _regrouped(e, table, part, _aligned(e, part, node)))
+
+
+def _aligned(e: Emitter, part: Part, node: fx.Node) -> fx.Node:
+    """The part broadcastable to its table: a dim for each of the table's, of its size or 1."""
+    sizes: tuple[Any, ...] = tensor(node).shape  # type: ignore[union-attr] # it was checked
+    rank, missing = len(part.table), len(part.table) - len(sizes)
+    unit = [isinstance(s, int) and s == 1 and linear.is_constant for s, linear in zip(sizes, part.index, strict=True)]
+    in_place = missing >= 0 and all(
+        one or (linear == axis(missing + d, rank) and same_size(size, part.table[missing + d]))
+        for d, (one, linear, size) in enumerate(zip(unit, part.index, sizes, strict=True))
+    )
+    if in_place:
+        for _ in range(missing):
+            node = e.call(aten.unsqueeze.default, node, 0)
+        return node
+    dims: list[int] = []
+    for d in reversed(range(len(sizes))):
+        linear, size = part.index[d], sizes[d]
+        if linear.is_constant:
+            node = e.call(aten.squeeze.dim, node, d) if unit[d] else e.call(aten.select.int, node, d, linear.const)
+            continue
+        (t,) = (t for t, coef in enumerate(linear.coefs) if coef)
+        if linear.const != 0 or not same_size(size, part.table[t]):
+            node = e.call(aten.narrow.default, node, d, linear.const, e.symbol(part.table[t]))
+        dims.insert(0, t)
+    order = sorted(range(len(dims)), key=dims.__getitem__)
+    if order != list(range(len(dims))):
+        node = e.call(aten.permute.default, node, order)
+    for t in range(rank):
+        if t not in dims:
+            node = e.call(aten.unsqueeze.default, node, t)
+    return node
+
+
+def _regrouped(e: Emitter, table: Table, part: Part, node: fx.Node) -> fx.Node:
+    """Leading dims as the score product has them, where the scores were reshaped before the part comes in."""
+    ours, theirs = part.table[:-2], table.sizes[:-2]
+    if len(ours) == len(theirs) and all(same_size(a, b) for a, b in zip(ours, theirs, strict=True)):
+        return node
+    rank = len(part.table)
+    if not any(d < rank - 2 for d in part.dims):
+        for _ in range(rank - 2):
+            node = e.call(aten.squeeze.dim, node, 0)
+        for _ in theirs:
+            node = e.call(aten.unsqueeze.default, node, 0)
+        return node
+    keys: tuple[Any, ...] = tensor(node).shape[-2:]  # type: ignore[union-attr] # emitted with its value
+    node = e.call(aten.expand.default, node, [*(e.symbol(s) for s in ours), -1, -1])
+    return e.call(aten.reshape.default, node, [e.symbol(s) for s in (*theirs, *keys)])
+
+
+def _merged(e: Emitter, plan: Plan, table: Table, node: fx.Node) -> fx.Node:
+    """Leading labels to one batch and one head dim."""
+    sizes: tuple[Any, ...] = tensor(node).shape  # type: ignore[union-attr] # emitted with its value
+    labels = list(table.labels[:-2])
+    for d in reversed(range(len(labels))):
+        if isinstance(sizes[d], int) and sizes[d] == 1:
+            node = e.call(aten.squeeze.dim, node, d)
+            del labels[d]
+    batch, heads = ([x for x in group if x in labels] for group in (plan.query.batch, plan.query.heads))
+    order = [labels.index(x) for x in (*batch, *heads)]
+    if len(order) != len(labels):
+        raise Refused("the mask has a dim that is neither batch nor heads")
+    if order != list(range(len(order))):
+        node = e.call(aten.permute.default, node, [*order, len(order), len(order) + 1])
+    node = _one_dim(e, plan, node, len(batch), heads, plan.query.heads)
+    return _one_dim(e, plan, node, 0, batch, plan.query.batch)
+
+
+def _one_dim(
+    e: Emitter, plan: Plan, node: fx.Node, start: int, present: Sequence[Label], group: Sequence[Label]
+) -> fx.Node:
+    """The dims from ``start`` on with the labels ``present``, a part of ``group``, as one: 1, or all of it."""
+    if not present:
+        return e.call(aten.unsqueeze.default, node, start)
+    if len(present) < len(group):
+        rank = tensor(node).dim()  # type: ignore[union-attr] # emitted with its value
+        sizes: list[Any] = [-1] * (rank + len(group) - len(present))
+        for offset, label in enumerate(group):
+            if label not in present:
+                node = e.call(aten.unsqueeze.default, node, start + offset)
+                sizes[start + offset] = e.size(plan.sizes(label)[0], label)
+        node = e.call(aten.expand.default, node, sizes)
+    if len(group) == 1:
+        return node
+    return e.call(aten.flatten.using_ints, node, start, start + len(group) - 1)
+
+
+def check_kept(program: Any, given: Operands) -> None:
+    """Raise Refused if a part is written to after it was read: the op reads it later, and keeps it for its backward."""
+    parts = (*given.bias, *given.mask, given.query_segments, given.key_segments)
+    for part in parts:
+        if part is None:
+            continue
+        writes = program.writes_between(part.node, program.position[part.since], len(program.nodes))
+        if writes:
+            raise Refused(f"the mask `{part.node.name}` is written to in place by `{writes[0][0].name}`")
+
+
+def scaled(part: Part, factor: float) -> Part:
+    return part if factor == 1.0 else replace(part, factor=part.factor * factor)
