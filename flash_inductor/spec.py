@@ -1,4 +1,4 @@
-"""What one attention site computes, apart from its tensors: scale, visible band, softcap.
+"""What one attention site computes, apart from its tensors: scale, visible band, softcap, words for the rest.
 
 Torch-free on purpose: matching, ops, lowering and kernels all speak in these terms, and each of them can be
 tested without the others.  Sizes may be ``torch.SymInt``; nothing here compares a symbolic size, because a
@@ -96,11 +96,13 @@ class AttentionSpec:
     """One attention site: scores = scale * q @ k.T, softcap, band mask, softmax, @ v.
 
     ``scale`` None means ``1 / sqrt(head dim of q)``.  ``softcap`` None means no cap, else ``c * tanh(s / c)``.
+    ``extras`` names what else the site has, for reports: "padding", "bias", "dropout 0.1", "sinks", "segments".
     """
 
     scale: float | None = None
     mask: MaskSpec = MaskSpec()
     softcap: float | None = None
+    extras: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
@@ -116,8 +118,8 @@ class AttentionSpec:
         return kwargs
 
     def describe(self) -> str:
-        """One line for reports, e.g. 'causal, window 1024, softcap 50, scale 0.0625'."""
-        parts = [self.mask.describe()]
+        """One line for reports, e.g. 'causal, window 1024, padding, softcap 50, scale 0.0625'."""
+        parts = [self.mask.describe(), *self.extras]
         if self.softcap is not None:
             parts.append(f"softcap {self.softcap:g}")
         if self.scale is not None:

@@ -7,6 +7,7 @@ unknown and never makes a site unsupported, because comparing it would put a gua
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from .spec import AttentionSpec, MaskSpec
@@ -30,8 +31,6 @@ def unsupported_reasons(
     v_shape: Sequence[Size],
     dtype: str,
     device: str,
-    *,
-    dropout_p: float = 0.0,
 ) -> list[str]:
     """Why no kernel takes these inputs, one sentence with its remedy each; empty if one does.
 
@@ -57,10 +56,6 @@ def unsupported_reasons(
                     f"head dim {size} of {name}: on CUDA it is a multiple of {CUDA_HEAD_DIM_STEP} from "
                     f"{MIN_CUDA_HEAD_DIM} to {MAX_CUDA_HEAD_DIM}; pad it with zeros (and pass scale=)."
                 )
-    if dropout_p > 0:
-        reasons.append(
-            f"dropout {dropout_p:g} of the probabilities is not supported; set it to 0 or call model.eval()."
-        )
     return reasons
 
 
@@ -93,11 +88,15 @@ def effective_mask(mask: MaskSpec, q_len: Size, kv_len: Size) -> MaskSpec:
 def aten_cpu_route(
     spec: AttentionSpec, q_shape: Sequence[Size], k_shape: Sequence[Size], v_shape: Sequence[Size]
 ) -> bool:
-    """Whether ATen's CPU flash attention computes this spec (values apart: it mishandles masked inf and NaN)."""
+    """Whether ATen's CPU flash attention computes this spec (values apart: it mishandles masked inf and NaN).
+
+    It isn't asked for any of the extras: it knows no dropout and no sinks, and gives a mask or bias no gradient.
+    """
     lower, upper = spec.mask.lower, spec.mask.upper
     causal = isinstance(upper, int) and upper == 0
     return (
         spec.softcap is None
+        and not spec.extras
         and lower is None
         and (upper is None or causal)
         and (spec.scale is None or spec.scale > 0)  # it takes the maximum before scaling
@@ -125,5 +124,5 @@ def kernel_name(
     if device == "cuda":
         arch = "" if capability is None else f" (sm_{capability[0]}{capability[1]})"
         return ("Triton templates" if lowering == "template" else "eager Triton kernel") + arch
-    spec = AttentionSpec(spec.scale, effective_mask(spec.mask, q_shape[2], k_shape[2]), spec.softcap)
+    spec = replace(spec, mask=effective_mask(spec.mask, q_shape[2], k_shape[2]))
     return "ATen CPU flash" if aten_cpu_route(spec, q_shape, k_shape, v_shape) else "tiled CPU kernel"

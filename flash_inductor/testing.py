@@ -111,7 +111,7 @@ def assert_close_to_reference(
     for lengths, dtypes or scales.
     """
     names = ("out", "lse", "grad_query", "grad_key", "grad_value")
-    expected: list[Tensor] = list(attention_forward(query, key, value, spec))
+    expected: list[Tensor | None] = list(attention_forward(query, key, value, spec))
     if grad_out is not None:
         expected += attention_backward(grad_out, grad_lse, query, key, value, spec)
     elif len(actual) > 2:
@@ -122,7 +122,7 @@ def assert_close_to_reference(
     inner_eps = min(eps, torch.finfo(torch.float32).eps)
     problems = []
     for name, got, want, baseline in zip(names, actual, expected, eager, strict=False):
-        if got is None:
+        if got is None or want is None:
             continue
         if got.shape != want.shape:
             problems.append(f"{name}: expected shape {list(want.shape)}, got {list(got.shape)}")

@@ -8,7 +8,7 @@ import torch
 
 from .._compat import inductor
 from .._compat.inductor import IRNode
-from ..ops.library import ALL_GRADS, DEFAULTS, attn_backward
+from ..ops.library import DEFAULT_GRADS, DEFAULTS, attn_backward
 from .choices import key_grid, launch, load_template, query_grid
 from .problem import template_constants
 
@@ -26,20 +26,22 @@ def lower_attn_backward(
     value: IRNode,
     out: IRNode,
     lse: IRNode,
-    *,
-    grad_mask: list[bool] = ALL_GRADS,
+    *extras: IRNode | None,
+    grad_mask: list[bool] = DEFAULT_GRADS,
     **options: Any,
 ) -> Any:
     """Delta as an ordinary reduction, then one template for grad_query and one for grad_key and grad_value."""
 
     def call_op() -> Any:
         tensors = (grad_out, grad_lse, query, key, value, out, lse)
-        return _call_op(*tensors, **options, grad_mask=list(grad_mask))
+        return _call_op(*tensors, *extras, **options, grad_mask=list(grad_mask))
 
+    if any(x is not None for x in extras) or options.keys() - DEFAULTS.keys() or options.get("dropout_p"):
+        return call_op()
     constants = template_constants(query, key, value, (grad_out, out), {**DEFAULTS, **options})
     if constants is None:
         return call_op()
-    want_query, want_key, want_value = grad_mask
+    want_query, want_key, want_value = grad_mask[:3]
     rows = [inductor.contiguous_input(x) for x in (lse, _delta(grad_out, grad_lse, out))]
     inputs = [*(inductor.strided_input(x) for x in (query, key, value)), *rows, inductor.strided_input(grad_out)]
     batch, heads, q_len, _ = query.get_size()

@@ -15,8 +15,10 @@ _template = load_template("forward", query_grid)
 
 
 @inductor.lowering(attn)
-def lower_attn(query: IRNode, key: IRNode, value: IRNode, **options: Any) -> Any:
+def lower_attn(query: IRNode, key: IRNode, value: IRNode, *extras: IRNode | None, **options: Any) -> Any:
     """One template that stores out, and lse if something reads it."""
+    if any(x is not None for x in extras) or options.keys() - DEFAULTS.keys() or options.get("dropout_p"):
+        return _call_op(query, key, value, *extras, **options)
     constants = template_constants(query, key, value, (), {**DEFAULTS, **options})
     if constants is None:
         return _call_op(query, key, value, **options)

@@ -2,6 +2,6 @@
 
 from . import autograd, transforms
 from .layout import empty_like_layout
-from .library import attn, attn_backward
+from .library import attn, attn_backward, block_ranges
 
-__all__ = ["attn", "attn_backward", "autograd", "empty_like_layout", "transforms"]
+__all__ = ["attn", "attn_backward", "autograd", "block_ranges", "empty_like_layout", "transforms"]

@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .extras import EXTRAS
 from .library import LIB, attn_backward
+
+_INPUTS = ("query", "key", "value", *EXTRAS)
+_DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")  # in the order of grad_mask
 
 
 def _save(
@@ -21,13 +25,15 @@ def _save(
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_lse is None:
-        return None, None, None
-    query, key, value, out, lse = ctx.saved_tensors
+        return (None,) * len(_INPUTS)
+    *inputs, out, lse = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grad_mask = [bool(needed) for needed in ctx.needs_input_grad[:3]]
-    grads = attn_backward(grad_out, grad_lse, query, key, value, out, lse, **ctx.options, grad_mask=grad_mask)
-    return tuple(grad if needed else None for grad, needed in zip(grads, grad_mask, strict=True))
+    needed = dict(zip(_INPUTS, ctx.needs_input_grad, strict=False))  # trailing arguments may have been left out
+    grad_mask = [bool(needed.get(name)) for name in _DIFFERENTIABLE]
+    grads = attn_backward(grad_out, grad_lse, *inputs[:3], out, lse, *inputs[3:], **ctx.options, grad_mask=grad_mask)
+    found = {name: grad for name, grad, asked in zip(_DIFFERENTIABLE, grads, grad_mask, strict=True) if asked}
+    return tuple(found.get(name) for name in _INPUTS)
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:

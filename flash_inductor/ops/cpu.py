@@ -147,8 +147,11 @@ def forward(
     window_right: int | None,
     diagonal: int,
     softcap: float | None,
+    **extras: Any,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; shapes, dtypes and layouts as the fake of ``flashbwd::attn`` says."""
+    if extras:
+        raise NotImplementedError(f"flashbwd::attn: {', '.join(extras)} on the CPU")
     spec = _spec(scale, is_causal, window_left, window_right, diagonal, softcap)
     p = _problem(query, key, spec)
     out = empty_like_layout(query, (*query.shape[:3], value.shape[3]))
@@ -195,24 +198,27 @@ def backward(
     diagonal: int,
     softcap: float | None,
     grad_mask: list[bool],
+    **extras: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; one that ``grad_mask`` doesn't ask for is an empty tensor of shape [0]."""
+    if extras:
+        raise NotImplementedError(f"flashbwd::attn: {', '.join(extras)} on the CPU")
     spec = _spec(scale, is_causal, window_left, window_right, diagonal, softcap)
     p = _problem(query, key, spec)
     grads = [
         empty_like_layout(x, x.shape) if wanted else x.new_empty((0,))
-        for x, wanted in zip((query, key, value), grad_mask, strict=True)
+        for x, wanted in zip((query, key, value), grad_mask, strict=False)
     ]
     if not any(grad_mask):
         return grads[0], grads[1], grads[2]
-    need_q, need_k, need_v = grad_mask
+    need_q, need_k, need_v = grad_mask[:3]
     delta = (grad_out.to(p.dtype) * out.to(p.dtype)).sum(-1)
     if grad_lse is not None:
         delta -= grad_lse
     exact = p.mask != MaskSpec() and not _finite(query, key, value, grad_out, delta)
     # ATen's backward is the faster in float32, and several times slower in 16 bits; it knows no grad_lse.
     if (
-        all(grad_mask)
+        all(grad_mask[:3])
         and grad_lse is None
         and not exact
         and query.element_size() >= 4

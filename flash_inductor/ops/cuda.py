@@ -68,12 +68,12 @@ def backward(
     window_right: int | None = None,
     diagonal: int = 0,
     softcap: float | None = None,
-    grad_mask: list[bool] | tuple[bool, bool, bool] = (True, True, True),
+    grad_mask: list[bool] | tuple[bool, ...] = (True, True, True),
     dq_config: Config | None = None,
     dkdv_config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``flashbwd::attn_backward`` on CUDA tensors, deterministic.  Gradients not in ``grad_mask`` have shape [0]."""
-    want_query, want_key, want_value = grad_mask
+    want_query, want_key, want_value = grad_mask[:3]
     # The second kernel writes both of its results: one that isn't wanted is a scratch tensor the caller never sees.
     compute = (want_query, want_key or want_value, want_key or want_value)
     grad_query, grad_key, grad_value = (

@@ -1,7 +1,8 @@
-"""The two ops of library ``flashbwd``: schemas, fakes, and which code runs on which device.
+"""The ops of library ``flashbwd``: schemas, fakes, and which code runs on which device.
 
     attn           forward, returns the output and the log-sum-exp of each row
-    attn_backward  gradients of query, key and value from what the forward saved
+    attn_backward  gradients from what the forward saved
+    block_ranges   which blocks of keys and queries a mask or segments let meet
 
 What they compute is written down in :mod:`flash_inductor.reference`.
 """
@@ -14,11 +15,18 @@ import torch
 from torch import Tensor
 
 from . import cpu, validate
+from .extras import Extras, grad_sinks, take_extras
 from .layout import empty_like_layout
+from .ranges import block_ranges as _block_ranges
 
+# Positional, because torch.library.register_autograd takes no tensors by keyword.
+_TENSORS = (
+    "Tensor? bias=None, Tensor? mask=None, Tensor? query_segments=None, Tensor? key_segments=None, "
+    "Tensor? sinks=None, Tensor? rng_state=None, Tensor? key_range=None, Tensor? query_range=None"
+)
 _OPTIONS = (
     "float? scale=None, bool is_causal=False, SymInt? window_left=None, SymInt? window_right=None, "
-    "SymInt diagonal=0, float? softcap=None"
+    "SymInt diagonal=0, float? softcap=None, float dropout_p=0.0"
 )
 DEFAULTS: dict[str, Any] = {
     "scale": None,
@@ -27,23 +35,31 @@ DEFAULTS: dict[str, Any] = {
     "window_right": None,
     "diagonal": 0,
     "softcap": None,
+    "dropout_p": 0.0,
 }
-ALL_GRADS = [True, True, True]
+DEFAULT_GRADS = [True, True, True, False, False]  # query, key, value, bias, sinks
 
 LIB = torch.library.Library("flashbwd", "DEF")  # module global: the registrations live as long as it does
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 LIB.define(
-    f"attn(Tensor query, Tensor key, Tensor value, *, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    f"attn(Tensor query, Tensor key, Tensor value, {_TENSORS}, *, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     tags=_TAGS,
 )
 LIB.define(
     "attn_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    f"*, {_OPTIONS}, bool[3] grad_mask=[True, True, True]) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    f"{_TENSORS}, *, {_OPTIONS}, bool[5] grad_mask=[True, True, True, False, False]) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, Tensor grad_sinks)",
     tags=_TAGS,
 )
+LIB.define(
+    "block_ranges(Tensor? mask, Tensor? query_segments, Tensor? key_segments, SymInt q_len, SymInt kv_len) "
+    "-> (Tensor key_range, Tensor query_range)",
+    tags=_TAGS,
+)
+LIB.impl("block_ranges", _block_ranges, "CompositeImplicitAutograd")
 attn = torch.ops.flashbwd.attn.default
 attn_backward = torch.ops.flashbwd.attn_backward.default
+block_ranges = torch.ops.flashbwd.block_ranges.default
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -52,8 +68,11 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @torch.library.register_fake("flashbwd::attn", lib=LIB)
-def _attn_fake(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    validate.check_forward(query, key, value, **{**DEFAULTS, **options})
+def _attn_fake(
+    query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    extras = take_extras(tensors, options)
+    validate.check_forward(query, key, value, extras=extras, **{**DEFAULTS, **options})
     batch, heads, q_len, _ = query.shape
     out = empty_like_layout(query, (batch, heads, q_len, value.shape[3]))
     return out, query.new_empty((batch, heads, q_len), dtype=lse_dtype(query.dtype))
@@ -68,24 +87,33 @@ def _attn_backward_fake(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    *,
-    grad_mask: list[bool] = ALL_GRADS,
+    *tensors: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    validate.check_backward(grad_out, grad_lse, query, key, value, out, lse, **{**DEFAULTS, **options})
+    extras = take_extras(tensors, options)
+    options = {**DEFAULTS, "grad_mask": DEFAULT_GRADS, **options}
+    validate.check_backward(grad_out, grad_lse, query, key, value, out, lse, extras=extras, **options)
+    inputs = (query, key, value, extras.bias, extras.sinks)
     return tuple(
-        empty_like_layout(x, x.shape) if wanted else x.new_empty((0,))
-        for x, wanted in zip((query, key, value), grad_mask, strict=True)
+        query.new_empty((0,)) if x is None or not wanted else empty_like_layout(x, x.shape)
+        for x, wanted in zip(inputs, options["grad_mask"], strict=True)
     )
 
 
 def _register(device_key: str, module_of: Any) -> None:
-    """Register the ``forward`` and ``backward`` of the module that ``module_of()`` returns, checked before they run."""
+    """Register the ``forward`` and ``backward`` of the module that ``module_of()`` returns, checked before they run.
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    They get the optional tensors that are given, and a dropout that isn't 0, by keyword; the gradient of the sinks is
+    the same on every device and isn't asked of them.
+    """
+
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        extras = take_extras(tensors, options)
         options = {**DEFAULTS, **options}  # the dispatcher drops arguments that equal their default
-        validate.check_forward(query, key, value, **options)
-        return module_of().forward(query, key, value, **options)
+        validate.check_forward(query, key, value, extras=extras, **options)
+        return module_of().forward(query, key, value, **_keywords(extras, options))
 
     def backward(
         grad_out: Tensor,
@@ -95,16 +123,27 @@ def _register(device_key: str, module_of: Any) -> None:
         value: Tensor,
         out: Tensor,
         lse: Tensor,
+        *tensors: Tensor | None,
         **options: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        options = {**DEFAULTS, "grad_mask": ALL_GRADS, **options}
-        grad_mask = options.pop("grad_mask")
-        tensors = (grad_out, grad_lse, query, key, value, out, lse)
-        validate.check_backward(*tensors, **options)
-        return module_of().backward(*tensors, **options, grad_mask=grad_mask)
+    ) -> tuple[Tensor, ...]:
+        extras = take_extras(tensors, options)
+        options = {**DEFAULTS, "grad_mask": DEFAULT_GRADS, **options}
+        saved = (grad_out, grad_lse, query, key, value, out, lse)
+        validate.check_backward(*saved, extras=extras, **options)
+        *asked, want_sinks = options["grad_mask"]
+        options["grad_mask"] = [*asked, False]
+        grads = [*module_of().backward(*saved, **_keywords(extras, options)), query.new_empty((0,))][:4]
+        if want_sinks and extras.sinks is not None:
+            return (*grads, grad_sinks(grad_out, grad_lse, out, lse, extras.sinks))
+        return (*grads, query.new_empty((0,)))
 
     LIB.impl("attn", forward, device_key)
     LIB.impl("attn_backward", backward, device_key)
+
+
+def _keywords(extras: Extras, options: dict[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in options.items() if name != "dropout_p" or value > 0}
+    return {**given, **extras.given()}
 
 
 def _cuda_module() -> Any:

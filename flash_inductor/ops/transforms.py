@@ -17,13 +17,15 @@ from .library import LIB, attn, attn_backward
 def _register_autocast(device_type: str, key_name: str) -> None:
     key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key_name))
 
-    def autocast(query: Tensor, key_: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    def autocast(
+        query: Tensor, key_: Tensor, value: Tensor, *extras: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         dtype = torch.get_autocast_dtype(device_type)
         inputs = [
             x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in (query, key_, value)
         ]
         with torch._C._ExcludeDispatchKeyGuard(key):
-            return attn(*inputs, **options)
+            return attn(*inputs, *extras, **options)
 
     LIB.impl("attn", autocast, key_name)
 

@@ -7,15 +7,17 @@ symbols), never to tell long from short.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import support
 from ..spec import AttentionSpec, MaskSpec
+from .extras import Extras
+from .validate_extras import FLOATS, check_equal, check_extras, words
 
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NO_EXTRAS = Extras()
 
 
 def check_forward(
@@ -29,10 +31,13 @@ def check_forward(
     window_right: Any,
     diagonal: Any,
     softcap: float | None,
+    dropout_p: float = 0.0,
+    extras: Extras = NO_EXTRAS,
 ) -> None:
     """Raise TypeError, ValueError or NotImplementedError unless these are inputs of ``flashbwd::attn``."""
     _check_tensors(query, key, value)
     _check_options(scale, window_left, window_right, softcap)
+    check_extras(extras, query, key, dropout_p)
     spec = AttentionSpec(scale, MaskSpec.from_window(is_causal, window_left, window_right, diagonal), softcap)
     reasons = support.unsupported_reasons(
         spec, query.shape, key.shape, value.shape, str(query.dtype).removeprefix("torch."), query.device.type
@@ -49,10 +54,18 @@ def check_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    *,
+    grad_mask: Sequence[bool],
+    extras: Extras = NO_EXTRAS,
     **options: Any,
 ) -> None:
     """The same for ``flashbwd::attn_backward``."""
-    check_forward(query, key, value, **options)
+    check_forward(query, key, value, extras=extras, **options)
+    if len(grad_mask) != 5:
+        raise ValueError(f"grad_mask: expected 5 entries, got {len(grad_mask)}")
+    for asked, name, x in ((grad_mask[3], "bias", extras.bias), (grad_mask[4], "sinks", extras.sinks)):
+        if asked and x is None:
+            raise ValueError(f"grad_mask: expected no gradient of {name} to be asked for, because there is no {name}")
     row_shape = query.shape[:3]
     for name, tensor, shape in (
         ("grad_out", grad_out, (*row_shape, value.shape[3])),
@@ -63,9 +76,9 @@ def check_backward(
         if tensor is None:
             continue
         if tensor.dim() != len(shape):
-            raise ValueError(f"{name}: expected {len(shape)} dims {_words(shape)}, got shape {_words(tensor.shape)}")
+            raise ValueError(f"{name}: expected {len(shape)} dims {words(shape)}, got shape {words(tensor.shape)}")
         for size, expected in zip(tensor.shape, shape, strict=True):
-            _check_equal(size, expected, name, f"shape {_words(shape)}", _words(tensor.shape))
+            check_equal(size, expected, name, f"shape {words(shape)}", words(tensor.shape))
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -73,7 +86,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in tensors:
         if x.dim() != 4:
             raise ValueError(
-                f"{name}: expected 4 dims [batch, heads, length, head dim], got {x.dim()} dims, shape {_words(x.shape)}"
+                f"{name}: expected 4 dims [batch, heads, length, head dim], got {x.dim()} dims, shape {words(x.shape)}"
             )
         if x.dtype not in FLOATS:
             raise TypeError(f"{name}: expected a dtype of float64, float32, bfloat16 or float16, got {x.dtype}")
@@ -85,11 +98,11 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         if x.device != query.device:
             raise ValueError(f"{name}: expected device {query.device}, that of query, got {x.device}")
     (batch, q_heads, _, head_dim), (_, k_heads, kv_len, _) = query.shape, key.shape
-    _check_equal(key.shape[0], batch, "key", f"batch size {batch}, that of query", key.shape[0])
-    _check_equal(value.shape[0], batch, "value", f"batch size {batch}, that of query", value.shape[0])
-    _check_equal(key.shape[3], head_dim, "key", f"head dim {head_dim}, that of query", key.shape[3])
-    _check_equal(value.shape[1], k_heads, "value", f"{k_heads} heads, those of key", value.shape[1])
-    _check_equal(value.shape[2], kv_len, "value", f"length {kv_len}, that of key", value.shape[2])
+    check_equal(key.shape[0], batch, "key", f"batch size {batch}, that of query", key.shape[0])
+    check_equal(value.shape[0], batch, "value", f"batch size {batch}, that of query", value.shape[0])
+    check_equal(key.shape[3], head_dim, "key", f"head dim {head_dim}, that of query", key.shape[3])
+    check_equal(value.shape[1], k_heads, "value", f"{k_heads} heads, those of key", value.shape[1])
+    check_equal(value.shape[2], kv_len, "value", f"length {kv_len}, that of key", value.shape[2])
     if head_dim == 0:
         raise ValueError("query: expected a head dim of at least 1, got 0")
     if q_heads % k_heads != 0 if k_heads else q_heads != 0:
@@ -104,12 +117,3 @@ def _check_options(scale: float | None, window_left: Any, window_right: Any, sof
         raise ValueError(f"scale: expected a finite number, or None for 1 / sqrt(head dim), got {scale}")
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap: expected a positive finite number, or None for no cap, got {softcap}")
-
-
-def _check_equal(size: Any, expected: Any, name: str, expectation: str, got: Any) -> None:
-    # For symbols this records that the two are the same one, instead of comparing two numbers.
-    torch._check_value(size == expected, lambda: f"{name}: expected {expectation}, got {got}")
-
-
-def _words(shape: Any) -> str:
-    return str(list(shape))

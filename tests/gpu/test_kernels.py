@@ -111,7 +111,7 @@ def test_more_heads_than_a_grid_axis_holds() -> None:
     grads = cuda.backward(grad_out, None, query, key, value, out, lse)
     last = [x[-50:] for x in (query, key, value)]
     expected = attention_backward(grad_out[-50:], None, last[0], last[1], last[2])
-    for got, want in zip(grads, expected, strict=True):
+    for got, want in zip(grads[:3], expected[:3], strict=True):
         torch.testing.assert_close(got[-50:].double(), want, rtol=1e-2, atol=2e-3)
 
 

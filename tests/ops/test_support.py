@@ -40,7 +40,6 @@ def test_supported(dim):
         ({"k": (2, 3, 128, 64), "v": (2, 3, 128, 64)}, "8 query heads are not a multiple of 3"),
         ({"v": (2, 4, 128, 64)}, "key has 8 heads and value 4"),
         ({"k": (2, 8, 128, 32)}, "query has head dim 64 and key 32"),
-        ({"dropout_p": 0.1}, "dropout 0.1"),
     ],
 )
 def test_unsupported_says_why_and_what_to_do(arguments, words):
@@ -71,6 +70,7 @@ def test_kernel_names():
     assert name(spec=AttentionSpec(mask=MaskSpec(-10, 0))) == "tiled CPU kernel"
     assert name(spec=AttentionSpec(softcap=5.0)) == "tiled CPU kernel"
     assert name(spec=AttentionSpec(scale=-1.0)) == "tiled CPU kernel"
+    assert name(spec=AttentionSpec(extras=("padding",))) == "tiled CPU kernel"
     assert name(v=(2, 8, 128, 32)) == "tiled CPU kernel"
 
 

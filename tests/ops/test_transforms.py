@@ -57,7 +57,7 @@ def test_vmap(dims):
         torch.testing.assert_close((out[i], lse[i]), attn(*(s[i] for s in singles), **options))
 
 
-@pytest.mark.parametrize("grad_mask", [[True, True, True], [True, False, False]])
+@pytest.mark.parametrize("grad_mask", [[True, True, True, False, False], [True, False, False, False, False]])
 @pytest.mark.parametrize("lse_dim", [0, None])
 def test_vmap_backward(grad_mask, lse_dim):
     size = 3
