@@ -270,17 +270,17 @@ def main(argv: list[str] | None = None) -> int:
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "device": device}
     print(command, *(f"{k} {v}" for k, v in versions.items()), sep="\n", flush=True)
 
-    cells = []
+    cells: list[Cell] = []
     for name in args.families:
-        group = []
+        group: list[Cell] = []
         for impl in args.impls:
             group.append(guarded(name, impl, args))
+            compare(group, ROUNDING[args.dtype])
             print(f"# {row(group[-1])}", flush=True)
-        compare(group, ROUNDING[args.dtype])
+            if args.out is not None:  # after each cell: an interrupted run keeps what it measured
+                data = {"command": command, **versions, "cells": [asdict(cell) for cell in (*cells, *group)]}
+                args.out.write_text(json.dumps(data, indent=1) + "\n")
         cells += group
-        if args.out is not None:  # after each family: an interrupted run keeps what it measured
-            data = {"command": command, **versions, "cells": [asdict(cell) for cell in cells]}
-            args.out.write_text(json.dumps(data, indent=1) + "\n")
 
     print("\n" + "{:12} {:15} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}".format(*HEADER))
     print("\n".join(row(cell) for cell in cells))
