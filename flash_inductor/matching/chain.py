@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import canonical, products
+from . import canonical, products, sinks
 from .canonical import Arg, Call, tensor
 from .masks import NEGLIGIBLE
 from .products import Product
@@ -52,7 +52,16 @@ class Mask:
     factor: float = 1.0
 
 
-Step = Scale | Tanh | Shift | Cast | Mask
+@dataclass(frozen=True)
+class Sink:
+    """A column of ``node`` [..., queries, 1] is put behind the scores, or before them; see sinks.py."""
+
+    node: fx.Node
+    at: fx.Node
+    first: bool
+
+
+Step = Scale | Tanh | Shift | Cast | Mask | Sink
 
 
 @dataclass
@@ -78,6 +87,7 @@ class Scoring:
     softcap: float | None
     masks: list[Mask]
     dtypes: set[torch.dtype]
+    sink: Sink | None = None
 
 
 def walk(program: Program, node: Arg, at: fx.Node, depth: int = 0) -> Chain:
@@ -163,7 +173,8 @@ def _cast(program: Program, c: Call, depth: int) -> Chain:
 
 
 def _dropout(program: Program, c: Call, depth: int) -> Chain:
-    require_inactive_dropout(program, c)
+    if c.get("training", True) is not False and constant(program, c.get("p", 0.5), c.node) != 0:
+        raise Refused("the scores are dropped out before the softmax; the op does that after it")
     return _same(program, Call(c.op, {"input": c["input"]}, c.node), depth)
 
 
@@ -267,7 +278,13 @@ def _fill(program: Program, value: Arg, at: fx.Node) -> float:
     return fill
 
 
+def _cat(program: Program, c: Call, depth: int) -> Chain:
+    found = sinks.column(c)
+    return walk(program, found.scores, c.node, depth).then(c.node, Sink(found.sinks, c.node, found.first))
+
+
 _STEPS: dict[str, Any] = {
+    "cat": _cat,
     "mul": _scale,
     "div": _scale,
     "tanh": _tanh,
@@ -299,22 +316,17 @@ def regroups_leading_dims(source: Arg, result: Arg) -> bool:
     )
 
 
-def require_inactive_dropout(program: Program, c: Call) -> None:
-    """Raise Refused unless the dropout is known to do nothing."""
-    p = constant(program, c.get("p", 0.5), c.node)
-    if c.get("training", True) is False or p == 0:
-        return
-    if p is None:
-        raise Refused("the dropout probability isn't a constant; use a Python number")
-    raise Refused(f"dropout {p:g} on the probabilities is active; set it to 0 or call model.eval()")
-
-
 def interpret(steps: list[Step]) -> Scoring:
     """What the steps after the product compute, or Refused if no AttentionSpec says it."""
     scale, cap, masks, dtypes = 1.0, None, [], set()
     capped: float | None = None  # the factor inside tanh, once there was one
+    sink: Sink | None = None
     for step in steps:
-        if isinstance(step, Cast):
+        if sink is not None and not isinstance(step, (Cast, Shift)):
+            raise Refused("the scores are changed after the attention sink was put next to them; do it before")
+        if isinstance(step, Sink):
+            sink = step
+        elif isinstance(step, Cast):
             dtypes.add(step.dtype)
         elif isinstance(step, Mask):
             masks.append(step)
@@ -339,7 +351,7 @@ def interpret(steps: list[Step]) -> Scoring:
     for mask in masks:
         if mask.kind != "additive" and mask.fill > NEGLIGIBLE:
             raise Refused(f"masked scores are set to {mask.fill:g}, which does not hide them; use float('-inf')")
-    return Scoring(scale, cap, masks, dtypes)
+    return Scoring(scale, cap, masks, dtypes, sink)
 
 
 def _index_of_tanh(steps: list[Step]) -> int:

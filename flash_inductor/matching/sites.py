@@ -9,13 +9,13 @@ import torch
 from torch import fx
 
 from ..spec import MaskSpec
-from . import canonical, chain, effects, masks, plan, products, safety
+from . import canonical, chain, effects, masks, plan, probabilities, products, safety, sinks
 from .canonical import Call, call, tensor
 from .masks import MaskProof, Refusal
 from .operands import NO_OPERANDS, Operands, Table
 from .plan import Plan
 from .products import Operand, Scores, Values
-from .program import Program, Refused, constant, same_shape, same_size
+from .program import Program, Refused, constant, same_size
 
 
 @dataclass
@@ -83,11 +83,7 @@ def _sdpa(program: Program, c: Call) -> Meaning:
     result = tensor(node)
     if result is None or any(t.dim() < 2 for t in tensors):
         raise Refused("query, key and value need at least two dims: length and head dim")
-    p = constant(program, c.get("dropout_p", 0.0), node)
-    if p is None:
-        raise Refused("dropout_p isn't a constant; pass a Python number")
-    if p != 0:
-        raise Refused(f"dropout {p:g} of the probabilities is active; set it to 0 or call model.eval()")
+    dropout_p = probabilities.active_dropout(constant(program, c.get("dropout_p", 0.0), node))
     causal, gqa, mask = c.get("is_causal", False), c.get("enable_gqa", False), c.get("attn_mask")
     if not isinstance(causal, bool) or not isinstance(gqa, bool):
         raise Refused("is_causal and enable_gqa must be Python bools")
@@ -117,7 +113,7 @@ def _sdpa(program: Program, c: Call) -> Meaning:
         proof = masks.prove(mask, kind, tensors[0].shape[-2], tensors[1].shape[-2], node)
         return _or_refuse(proof)
 
-    return Meaning(node, [], layout, scale, None, prove, autocast, set(), table)
+    return Meaning(node, [], layout, scale, None, prove, autocast, set(), table, Operands(dropout_p=dropout_p))
 
 
 def _sdpa_labels(
@@ -148,21 +144,22 @@ def _softmax_chain(program: Program, c: Call) -> Meaning:
         raise Refused("the softmax writes to a tensor that was there before")
     if c.get("dim") not in (-1, result.dim() - 1):
         raise Refused(f"the softmax runs over dim {c.get('dim')}, not over the last one, the keys")
-    tail, last, regrouped = _to_value_product(program, softmax)
+    tail = probabilities.walk(program, softmax)
+    last = tail.last
     before = chain.walk(program, c.get("input"), softmax)
-    matched = list(dict.fromkeys([*before.nodes, softmax, *tail]))
+    matched = list(dict.fromkeys([*before.nodes, softmax, *tail.nodes]))
     safety.check_users(program, matched, last)
     scoring = chain.interpret(before.steps)
+    tail.check_cut(scoring.sink)
     scores = products.scores_of(before.product)
     if scoring.masks and not scores.masks_ok:
         raise Refused("masked scores need the query and key dims last; permute them")
-    probabilities = tail[-1] if tail else softmax
-    names = scores.out
-    if before.regrouped or regrouped:
-        names, regrouped = _names_after(before.product.node, probabilities, scores)
+    names, regrouped = scores.out, False
+    if before.regrouped or tail.regrouped:
+        names, regrouped = probabilities.labels_of(tail, before.product.node, scores)
     last_call = call(last)
-    assert last_call is not None  # _to_value_product found it
-    values = products.values_of(products.parse(last_call), probabilities, names, scores.q, scores.k)
+    assert last_call is not None  # the walk found it
+    values = products.values_of(products.parse(last_call), tail.probabilities, names, scores.q, scores.k)
     autocast = _autocast(before.product, products.parse(last_call))
     layout = plan.make(
         program,
@@ -189,70 +186,20 @@ def _softmax_chain(program: Program, c: Call) -> Meaning:
             proofs.append(proof)
         return _or_refuse(masks.conjoin(proofs))
 
+    operands = Operands(dropout_p=tail.dropout_p)
+    if scoring.sink is not None:
+        vector = sinks.vector(program, scoring.sink, scores.lead, layout.query.heads)
+        operands = replace(operands, sinks=vector)
     # the nodes looked through under the operands are computed from, not replaced: they count for the region only
     dtypes = scoring.dtypes | {result.dtype}
-    return Meaning(
-        last, matched, layout, scoring.scale, scoring.softcap, prove, autocast, dtypes, Table(scores.out, table.shape)
-    )
+    size = Table(scores.out, table.shape)
+    return Meaning(last, matched, layout, scoring.scale, scoring.softcap, prove, autocast, dtypes, size, operands)
 
 
 def _or_refuse(proof: MaskProof | Refusal) -> MaskProof:
     if isinstance(proof, Refusal):
         raise Refused(proof.reason)
     return proof
-
-
-def _to_value_product(program: Program, softmax: fx.Node) -> tuple[list[fx.Node], fx.Node, bool]:
-    """The nodes between the softmax and the value product, that product, and whether leading dims were regrouped."""
-    node, regrouped = softmax, False
-    tail: list[fx.Node] = []
-    while True:
-        users = safety.value_users(node)
-        if len(users) != 1:
-            others = ", ".join(f"`{u.name}`" for u in users)
-            raise Refused(
-                f"the probabilities have several users ({others}); don't ask for attention weights "
-                "(output_attentions=False, need_weights=False)"
-            )
-        user = users[0]
-        c = call(user)
-        if c is None:
-            raise Refused(f"`{user.name}` between the softmax and the value product isn't understood")
-        if c.op in products.OPS - {"baddbmm"}:
-            if set(c.args) - {"input", "other", "equation", "operands"}:
-                raise Refused("an argument of the value product isn't understood")
-            return tail, user, regrouped
-        if c.args.get("input") is not node:
-            raise Refused(f"`{user.name}` between the softmax and the value product isn't understood")
-        if c.op == "dropout":
-            chain.require_inactive_dropout(program, c)
-        elif c.op in ("view", "reshape", "flatten", "unflatten"):
-            if not chain.regroups_leading_dims(node, user):
-                raise Refused(f"`{user.name}` rearranges the query or key dim of the probabilities")
-            regrouped = regrouped or not same_shape(tensor(node), tensor(user))
-        elif c.op == "cast":
-            source, target = tensor(node), tensor(user)
-            if source is None or target is None or source.device != target.device or not target.is_floating_point():
-                raise Refused("the probabilities are moved to another device or no floating-point numbers")
-        elif c.op in ("getitem", "slice", "narrow"):
-            raise Refused("only a part of the probabilities is used (attention sinks?), which the op can't do")
-        elif c.op not in ("contiguous", "clone"):
-            raise Refused(f"`{c.op}` between the softmax and the value product isn't understood")
-        if c.inplace and c.op != "dropout":
-            raise Refused(f"`{user.name}` writes to the probabilities in place")
-        tail.append(user)
-        node = user
-
-
-def _names_after(first: fx.Node, probabilities: fx.Node, scores: Scores) -> tuple[tuple[products.Label, ...], bool]:
-    """The labels of the probabilities' dims after reshapes: those of the scores if the reshapes cancel out."""
-    if same_shape(tensor(first), tensor(probabilities)):
-        return scores.out, False
-    if not scores.masks_ok:
-        raise Refused("the leading dims are regrouped while the key and query dims aren't last")
-    after = tensor(probabilities)
-    assert after is not None  # found by its metadata
-    return (*(f"r{i}" for i in range(after.dim() - 2)), scores.q, scores.k), True
 
 
 def _autocast(first: products.Product, second: products.Product) -> torch.dtype | None:

@@ -66,14 +66,24 @@ def negative_scale(q, k, v):
     return torch.softmax(q @ k.mT * -0.25, -1) @ v
 
 
-@twin("dropout 0.5")
-def live_dropout(q, k, v):
-    return F.dropout(torch.softmax(q @ k.mT * 0.25, -1), 0.5) @ v
+@twin("before the softmax")
+def dropped_scores(q, k, v):
+    return torch.softmax(F.dropout(q @ k.mT * 0.25, 0.5), -1) @ v
 
 
-@twin("dropout 0.5")
-def live_sdpa_dropout(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+@twin("dropped out twice")
+def two_dropouts(q, k, v):
+    return F.dropout(F.dropout(torch.softmax(q @ k.mT * 0.25, -1), 0.5), 0.5) @ v
+
+
+@twin("below 1")
+def everything_dropped(q, k, v):
+    return F.dropout(torch.softmax(q @ k.mT * 0.25, -1), 1.0) @ v
+
+
+@twin("below 1")
+def everything_dropped_in_sdpa(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=1.0)
 
 
 @twin("tanh")
