@@ -1,10 +1,11 @@
-"""The op on the CPU: blocks of query rows against the keys that their band reaches.
+"""The op on the CPU: blocks of query rows against the keys that they can see.
 
-Memory grows with N * block, work with the visible pairs, and the heads of a group share their keys as extra rows of
-one product, so grouped keys are never repeated.  float64 is computed in float64, everything else in float32.
+Memory grows with N * block, work with the visible pairs (whole blocks of keys that a band, a mask or segments hide are
+skipped), and the heads of a group share their keys as extra rows of one product, so grouped keys are never repeated.
+float64 is computed in float64, everything else in float32.
 
-Inside a block, a masked pair has probability 0, and 0 * inf is NaN: where a non-finite value meets a band, blocks of
-one row keep to exactly the keys of that row.
+Inside a block, a hidden pair has probability 0, and 0 * inf is NaN: where a non-finite value meets a hidden pair,
+blocks of one row keep to exactly the keys of that row.
 
 Where ATen's CPU flash attention computes the same thing, it does.  For 16-bit inputs its lse is good to 6e-5 only (its
 exp is an approximation), below what those dtypes resolve in out and in the gradients.
@@ -13,8 +14,6 @@ exp is an approximation), below what those dtypes resolve in out and in the grad
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,96 +21,9 @@ from torch import Tensor
 
 from .. import support
 from ..spec import AttentionSpec, MaskSpec
+from .cpu_problem import Part, Problem, Tile, cut, make_problem
+from .extras import Extras
 from .layout import empty_like_layout
-
-BLOCK = 128
-SHORT = 512  # a shorter sequence is one block if all its scores fit a tile: few calls matter more than skipped pairs
-TILE_ELEMENTS = 1 << 20  # scores held at once; batch and heads are split to stay near it
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """Sizes and band of one call; ``rows`` are the queries that see a key."""
-
-    batch: int
-    kv_heads: int
-    group: int
-    q_len: int
-    kv_len: int
-    mask: MaskSpec
-    scale: float
-    softcap: float | None
-    dtype: torch.dtype
-    rows: range
-
-    def slices(self) -> Iterator[tuple[slice, slice, slice]]:
-        """Batch, query head and key head slices whose scores fit a tile."""
-        block, width = self.block, self.kv_len
-        if self.mask.lower is not None and self.mask.upper is not None:
-            width = min(width, self.mask.upper - self.mask.lower + block)
-        fits = max(1, TILE_ELEMENTS // max(1, self.group * block * width))
-        heads = min(self.kv_heads, fits)
-        batches = max(1, fits // max(1, heads)) if heads == self.kv_heads else 1
-        for b in range(0, self.batch, batches):
-            for h in range(0, self.kv_heads, heads):
-                stop = min(self.kv_heads, h + heads)
-                yield slice(b, b + batches), slice(h * self.group, stop * self.group), slice(h, stop)
-
-    def blocks(self, exact: bool) -> Iterator[tuple[int, int, int, int]]:
-        """Row and key ranges (i0, i1, j0, j1) of the blocks that hold a visible pair."""
-        block = 1 if exact else self.block
-        for i0 in range(self.rows.start, self.rows.stop, block):
-            i1 = min(self.rows.stop, i0 + block)
-            j0 = 0 if self.mask.lower is None else max(0, i0 + self.mask.lower)
-            j1 = self.kv_len if self.mask.upper is None else min(self.kv_len, i1 + self.mask.upper)
-            yield i0, i1, j0, j1
-
-    def blind_rows(self) -> list[slice]:
-        """The queries that see nothing."""
-        return [slice(a, b) for a, b in ((0, self.rows.start), (self.rows.stop, self.q_len)) if a < b]
-
-    @property
-    def block(self) -> int:
-        scores = self.batch * self.kv_heads * self.group * self.q_len * self.kv_len
-        return max(1, self.q_len) if self.q_len <= SHORT and scores <= TILE_ELEMENTS else BLOCK
-
-    def fold(self, x: Tensor) -> Tensor:
-        """[b, heads, n, d] -> [b * key heads, group * n, d] in the compute dtype; the heads of a group become rows."""
-        b, heads, n, d = x.shape
-        return x.to(self.dtype).reshape(b * heads // self.group, self.group * n, d)
-
-    def hide(self, scores: Tensor, i0: int, i1: int, j0: int, j1: int, fill: float) -> None:
-        """Overwrite what the band hides, touching only the columns that some row of the block doesn't see."""
-        tile = scores.view(scores.shape[0], self.group, i1 - i0, j1 - j0)
-        rows = torch.arange(i0, i1).unsqueeze(1)
-        if self.mask.upper is not None and (first := max(j0, i0 + self.mask.upper + 1)) < j1:
-            hidden = torch.arange(first, j1) > rows + self.mask.upper
-            tile[..., first - j0 :].masked_fill_(hidden, fill)
-        if self.mask.lower is not None and (last := min(j1, i1 - 1 + self.mask.lower)) > j0:
-            hidden = torch.arange(j0, last) < rows + self.mask.lower
-            tile[..., : last - j0].masked_fill_(hidden, fill)
-
-
-def _problem(query: Tensor, key: Tensor, spec: AttentionSpec) -> _Problem:
-    batch, q_heads, q_len, head_dim = query.shape
-    kv_heads, kv_len = key.shape[1], key.shape[2]
-    mask = support.effective_mask(spec.mask, q_len, kv_len)
-    first = 0 if mask.upper is None else max(0, -mask.upper)
-    stop = q_len if mask.lower is None else min(q_len, kv_len - mask.lower)
-    if kv_len == 0 or (mask.lower is not None and mask.upper is not None and mask.lower > mask.upper):
-        stop = first
-    return _Problem(
-        batch,
-        kv_heads,
-        q_heads // kv_heads if kv_heads else 1,
-        q_len,
-        kv_len,
-        mask,
-        1 / math.sqrt(head_dim) if spec.scale is None else spec.scale,
-        spec.softcap,
-        torch.float64 if query.dtype is torch.float64 else torch.float32,
-        range(min(first, q_len), max(min(first, q_len), stop)),
-    )
 
 
 def _finite(*tensors: Tensor | None) -> bool:
@@ -130,10 +42,24 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _aten_takes(p: _Problem, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    reduced = AttentionSpec(p.scale, p.mask, p.softcap)
-    fits = support.aten_cpu_route(reduced, query.shape, key.shape, value.shape)
+def _aten_takes(p: Problem, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    reduced = AttentionSpec(p.scale, p.band, p.softcap)
+    fits = p.plain and support.aten_cpu_route(reduced, query.shape, key.shape, value.shape)
     return fits and min(query.numel(), key.numel()) > 0
+
+
+def _product(a: Tensor, b: Tensor, used: Tensor | None) -> Tensor:
+    """``a @ b`` with only the terms where ``used`` [batch, rows of a, columns of a] is True."""
+    if used is None:
+        return torch.bmm(a, b)
+    return (a.unsqueeze(-1) * b.unsqueeze(-3)).masked_fill_(~used.unsqueeze(-1), 0).sum(-2)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, used: Tensor | None) -> None:
+    if used is None:
+        total.baddbmm_(a, b)
+    else:
+        total.add_(_product(a, b, used))
 
 
 def forward(
@@ -147,38 +73,53 @@ def forward(
     window_right: int | None,
     diagonal: int,
     softcap: float | None,
-    **extras: Any,
+    dropout_p: float = 0.0,
+    **extras: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; shapes, dtypes and layouts as the fake of ``flashbwd::attn`` says."""
-    if extras:
-        raise NotImplementedError(f"flashbwd::attn: {', '.join(extras)} on the CPU")
     spec = _spec(scale, is_causal, window_left, window_right, diagonal, softcap)
-    p = _problem(query, key, spec)
+    p = make_problem(query, key, spec, dropout_p, Extras(**extras))
+    bias, sinks = p.extras.bias, p.extras.sinks
     out = empty_like_layout(query, (*query.shape[:3], value.shape[3]))
     lse = query.new_empty(query.shape[:3], dtype=p.dtype)
-    masked = p.mask != MaskSpec()
-    exact = masked and not _finite(key, value)
+    exact = p.hides and not _finite(key, value)
     if not exact and _aten_takes(p, query, key, value):
         result, row_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _unit_stride(query), _unit_stride(key), _unit_stride(value), 0.0, masked, scale=p.scale
+            _unit_stride(query), _unit_stride(key), _unit_stride(value), 0.0, p.hides, scale=p.scale
         )
         return (result if result.stride() == out.stride() else out.copy_(result)), lse.copy_(row_lse)
-    for rows in p.blind_rows():
-        out[:, :, rows].zero_()
-        lse[:, :, rows].fill_(-math.inf)
-    for bs, hs, ks in p.slices():
-        k, v = (x[bs, ks].to(p.dtype).flatten(0, 1) for x in (key, value))
-        for i0, i1, j0, j1 in p.blocks(exact):
-            scores = torch.bmm(p.fold(query[bs, hs, i0:i1]) * p.scale, k[:, j0:j1].mT)
+    for part in p.parts():
+        k, v = (x[part.batch, part.kv_heads].to(p.dtype).flatten(0, 1) for x in (key, value))
+        sink = None if sinks is None else sinks[part.heads].to(p.dtype).view(1, -1, 1, 1)
+        for tile in p.tiles(part, exact):
+            index = (part.batch, part.heads, slice(tile.i0, tile.i1))
+            if tile.empty:
+                out[index].zero_()
+                lse[index] = -math.inf if sink is None else sink.squeeze(-1)
+                continue
+            scores = torch.bmm(p.fold(query[index]) * p.scale, k[:, tile.j0 : tile.j1].mT)
             if softcap is not None:
                 scores.div_(softcap).tanh_().mul_(softcap)
-            p.hide(scores, i0, i1, j0, j1, -math.inf)
+            if bias is not None:
+                p.unfold(scores, part, tile).add_(cut(bias, part, tile))
+            p.hide(scores, part, tile, -math.inf)
             top = scores.amax(-1, keepdim=True)
+            tops = p.unfold(top, part, tile)
+            if sink is not None:
+                torch.maximum(tops, sink, out=tops)
+            if tile.hidden is not None:  # a row that sees nothing: -inf minus itself would be NaN
+                tops.masked_fill_(tile.hidden.all(-1, keepdim=True) & (tops == -math.inf), 0)
             probs = scores.sub_(top).exp_()
             total = probs.sum(-1, keepdim=True)
-            tile = out[bs, hs, i0:i1]
-            tile.copy_(torch.bmm(probs, v[:, j0:j1]).div_(total).view(tile.shape))
-            lse[bs, hs, i0:i1] = total.log_().add_(top).view(tile.shape[:3])
+            if sink is not None:
+                p.unfold(total, part, tile).add_(torch.exp(sink - tops))
+            if (dropped := p.dropped(part, tile)) is not None:
+                p.unfold(probs, part, tile).masked_fill_(dropped, 0)
+            sums = _product(probs, v[:, tile.j0 : tile.j1], p.used(part, tile) if exact else None)
+            # The total is 0 where nothing is seen, else at least 1, the term of the maximum.
+            sums.div_(total.masked_fill(total == 0, 1).mul_(1 - dropout_p))
+            out[index].copy_(p.unfold(sums, part, tile))
+            lse[index] = p.unfold(total.log_().add_(top), part, tile).squeeze(-1)
     return out, lse
 
 
@@ -198,24 +139,23 @@ def backward(
     diagonal: int,
     softcap: float | None,
     grad_mask: list[bool],
-    **extras: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; one that ``grad_mask`` doesn't ask for is an empty tensor of shape [0]."""
-    if extras:
-        raise NotImplementedError(f"flashbwd::attn: {', '.join(extras)} on the CPU")
+    dropout_p: float = 0.0,
+    **extras: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and bias; one ``grad_mask`` doesn't ask for is an empty tensor of shape [0]."""
     spec = _spec(scale, is_causal, window_left, window_right, diagonal, softcap)
-    p = _problem(query, key, spec)
+    p = make_problem(query, key, spec, dropout_p, Extras(**extras))
+    need_q, need_k, need_v, need_bias = grad_mask[:4]
     grads = [
-        empty_like_layout(x, x.shape) if wanted else x.new_empty((0,))
-        for x, wanted in zip((query, key, value), grad_mask, strict=False)
+        empty_like_layout(x, x.shape) if wanted and x is not None else query.new_empty((0,))
+        for x, wanted in zip((query, key, value, p.extras.bias), grad_mask, strict=False)
     ]
-    if not any(grad_mask):
-        return grads[0], grads[1], grads[2]
-    need_q, need_k, need_v = grad_mask[:3]
+    if not any(grad_mask[:4]):
+        return grads[0], grads[1], grads[2], grads[3]
     delta = (grad_out.to(p.dtype) * out.to(p.dtype)).sum(-1)
     if grad_lse is not None:
         delta -= grad_lse
-    exact = p.mask != MaskSpec() and not _finite(query, key, value, grad_out, delta)
+    exact = p.hides and not _finite(query, key, value, grad_out, delta)
     # ATen's backward is the faster in float32, and several times slower in 16 bits; it knows no grad_lse.
     if (
         all(grad_mask[:3])
@@ -226,41 +166,93 @@ def backward(
     ):
         tensors = [_unit_stride(x) for x in (grad_out, query, key, value, out)]
         results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *tensors, lse, 0.0, p.mask != MaskSpec(), scale=p.scale
+            *tensors, lse, 0.0, p.hides, scale=p.scale
         )
-        aten = [x if x.stride() == grad.stride() else grad.copy_(x) for grad, x in zip(grads, results, strict=True)]
-        return aten[0], aten[1], aten[2]
-    if need_q:
-        for rows in p.blind_rows():
-            grads[0][:, :, rows].zero_()
-    for bs, hs, ks in p.slices():
-        k, v = (x[bs, ks].to(p.dtype).flatten(0, 1) for x in (key, value))
+        aten = [x if x.stride() == grad.stride() else grad.copy_(x) for grad, x in zip(grads, results, strict=False)]
+        return aten[0], aten[1], aten[2], grads[3]
+    bias_sum = _BiasGradient(grads[3], p) if need_bias else None
+    for part in p.parts():
+        k, v = (x[part.batch, part.kv_heads].to(p.dtype).flatten(0, 1) for x in (key, value))
         grad_k = torch.zeros_like(k) if need_k else None
         grad_v = torch.zeros_like(v) if need_v else None
-        for i0, i1, j0, j1 in p.blocks(exact):
-            q = p.fold(query[bs, hs, i0:i1]) * p.scale
-            go = p.fold(grad_out[bs, hs, i0:i1])
-            kb = k[:, j0:j1]
-            scores = torch.bmm(q, kb.mT)
-            tanh = None
-            if softcap is not None:
-                tanh = scores.div_(softcap).tanh_()
-                scores = tanh * softcap
-            probs = scores.sub_(p.fold(lse[bs, hs, i0:i1, None])).exp_()
-            p.hide(probs, i0, i1, j0, j1, 0.0)
-            if grad_v is not None:
-                grad_v[:, j0:j1].baddbmm_(probs.mT, go)
-            if not (need_q or need_k):
+        for tile in p.tiles(part, exact):
+            index = (part.batch, part.heads, slice(tile.i0, tile.i1))
+            columns = slice(tile.j0, tile.j1)
+            if tile.empty:
+                if need_q:
+                    grads[0][index].zero_()
                 continue
-            grad_scores = torch.bmm(go, v[:, j0:j1].mT).sub_(p.fold(delta[bs, hs, i0:i1, None])).mul_(probs)
+            q, go = p.fold(query[index]) * p.scale, p.fold(grad_out[index])
+            used = p.used(part, tile) if exact else None
+            used_by_keys = None if used is None else used.mT
+            probs, tanh = _probabilities(p, part, tile, q, k[:, columns], p.fold(lse[index].unsqueeze(-1)))
+            dropped = p.dropped(part, tile)
+            if grad_v is not None:
+                weights = probs if dropped is None else _drop(p, part, tile, probs.clone(), dropped)
+                _add_product(grad_v[:, columns], weights.mT, go, used_by_keys)
+            if not (need_q or need_k or need_bias):
+                continue
+            grad_probs = torch.bmm(go, v[:, columns].mT)
+            if dropped is not None:
+                _drop(p, part, tile, grad_probs, dropped)
+            grad_scores = grad_probs.sub_(p.fold(delta[index].unsqueeze(-1))).mul_(probs)
+            if exact:
+                p.hide(grad_scores, part, tile, 0.0)
+            if bias_sum is not None:
+                bias_sum.add(part, tile, p.unfold(grad_scores, part, tile))
             if tanh is not None:
                 grad_scores.mul_(tanh.square_().neg_().add_(1))
+                if exact:
+                    p.hide(grad_scores, part, tile, 0.0)
             if need_q:
-                tile = grads[0][bs, hs, i0:i1]
-                tile.copy_(torch.bmm(grad_scores, kb).mul_(p.scale).view(tile.shape))
+                result = _product(grad_scores, k[:, columns], used).mul_(p.scale)
+                grads[0][index].copy_(p.unfold(result, part, tile))
             if grad_k is not None:
-                grad_k[:, j0:j1].baddbmm_(grad_scores.mT, q)
+                _add_product(grad_k[:, columns], grad_scores.mT, q, used_by_keys)
         for grad, total in ((grads[1], grad_k), (grads[2], grad_v)):
             if total is not None:
-                grad[bs, ks].copy_(total.view(grad[bs, ks].shape))
-    return grads[0], grads[1], grads[2]
+                target = grad[part.batch, part.kv_heads]
+                target.copy_(total.view(target.shape))
+    if bias_sum is not None:
+        bias_sum.finish()
+    return grads[0], grads[1], grads[2], grads[3]
+
+
+def _probabilities(
+    p: Problem, part: Part, tile: Tile, q: Tensor, k: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Probabilities before dropout, and the tanh of the softcap if there is one; all folded."""
+    scores = torch.bmm(q, k.mT)
+    tanh = None
+    if p.softcap is not None:
+        tanh = scores.div_(p.softcap).tanh_()
+        scores = tanh * p.softcap
+    if p.extras.bias is not None:
+        p.unfold(scores, part, tile).add_(cut(p.extras.bias, part, tile))
+    probs = scores.sub_(lse).exp_()
+    p.hide(probs, part, tile, 0.0)
+    return probs, tanh
+
+
+def _drop(p: Problem, part: Part, tile: Tile, x: Tensor, dropped: Tensor) -> Tensor:
+    p.unfold(x.div_(1 - p.dropout_p), part, tile).masked_fill_(dropped, 0)
+    return x
+
+
+class _BiasGradient:
+    """Sums the gradients of biased scores over the dims that the bias broadcasts."""
+
+    def __init__(self, grad: Tensor, p: Problem) -> None:
+        full = (p.batch, p.kv_heads * p.group, p.q_len, p.kv_len)
+        self.dims = [dim for dim, size in enumerate(grad.shape) if size == 1 and full[dim] != 1]
+        # Without a broadcast dim each element is written once: no second N * Nk tensor to sum in.
+        self.grad = grad.zero_()
+        self.sum = torch.zeros(grad.shape, dtype=p.dtype) if self.dims else self.grad
+
+    def add(self, part: Part, tile: Tile, grad_scores: Tensor) -> None:
+        terms = grad_scores.sum(self.dims, keepdim=True) if self.dims else grad_scores
+        cut(self.sum, part, tile).add_(terms)
+
+    def finish(self) -> None:
+        if self.sum is not self.grad:
+            self.grad.copy_(self.sum)

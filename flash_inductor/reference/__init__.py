@@ -11,7 +11,7 @@ Every kernel of the package is tested against this.
     w_ij  = p_ij * kept_ij / (1 - dropout_p)         p without dropout; kept_ij as in ``dropout.py``
     out_i = sum_j w_ij v_j                           0 if i sees nothing
 
-bias and mask are [B, Hq, Nq, Nk], segments [B, Nq] and [B, Nk], where each dim of bias and mask and the batch of segments
+bias and mask are [B, Hq, Nq, Nk], segments [B, Nq] and [B, Nk]; each dim of bias and mask, and the batch of segments,
 may be 1; sinks are [Hq].
 
 Backward, with dO = grad_out, dL = grad_lse (the derivation of the FlashAttention paper, Dao et al. 2022,

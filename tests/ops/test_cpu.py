@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_inductor.ops import attn, attn_backward, cpu
+from flash_inductor.ops import attn, attn_backward, cpu, cpu_problem
 from flash_inductor.reference import attention_backward, attention_forward
 from flash_inductor.spec import AttentionSpec, MaskSpec
 from flash_inductor.testing import LAYOUTS, assert_close_to_reference, make_inputs
@@ -47,9 +47,9 @@ def check(query, key, value, options, lse_grad=True, grad_out=None):
 @pytest.fixture(params=["one block", "many blocks"])
 def blocks(request, monkeypatch):
     if request.param == "many blocks":
-        monkeypatch.setattr(cpu, "SHORT", 0)
-        monkeypatch.setattr(cpu, "BLOCK", 4)
-        monkeypatch.setattr(cpu, "TILE_ELEMENTS", 300)  # splits the batch, then the heads
+        monkeypatch.setattr(cpu_problem, "SHORT", 0)
+        monkeypatch.setattr(cpu_problem, "BLOCK", 4)
+        monkeypatch.setattr(cpu_problem, "TILE_ELEMENTS", 300)  # splits the batch, then the heads
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -165,7 +165,7 @@ def test_memory_and_work_follow_the_window():
             torch.ones_like(out), None, query, key, value, out, lse, scale=None, is_causal=True, window_left=64,
             window_right=None, diagonal=0, softcap=None, grad_mask=[True, True, True, False, False],
         )  # fmt: skip
-    assert 0 < largest <= cpu.BLOCK * (cpu.BLOCK + 64)
+    assert 0 < largest <= cpu_problem.BLOCK * (cpu_problem.BLOCK + 64)
 
 
 def test_only_needed_gradients_are_computed():
