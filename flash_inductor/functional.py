@@ -7,7 +7,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .ops import attn
+from .ops import attn, block_ranges
+from .ops.ranges import is_padding
 
 Int = Any  # int | torch.SymInt
 
@@ -23,6 +24,13 @@ def attention(
     window_size: Int | tuple[Int | None, Int | None] | None = None,
     diagonal: Literal["top_left", "bottom_right"] | Int = "top_left",
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    query_segments: Tensor | None = None,
+    key_segments: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -38,6 +46,13 @@ def attention(
     window_size: Int | tuple[Int | None, Int | None] | None = None,
     diagonal: Literal["top_left", "bottom_right"] | Int = "top_left",
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    query_segments: Tensor | None = None,
+    key_segments: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -52,13 +67,21 @@ def attention(
     window_size: Int | tuple[Int | None, Int | None] | None = None,
     diagonal: Literal["top_left", "bottom_right"] | Int = "top_left",
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    query_segments: Tensor | None = None,
+    key_segments: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention that never stores the scores, forward or backward, eager or compiled.
 
-        s = scale * query @ key.T;   s = softcap * tanh(s / softcap), if given
-        query i sees key j  iff  -left <= j - (i + diagonal) <= right
-        out = softmax(s where seen, -inf elsewhere) @ value
+        s = scale * query @ key.T;   s = softcap * tanh(s / softcap), if given;   s = s + bias, if given
+        query i sees key j  iff  -left <= j - (i + diagonal) <= right, and mask[i, j],
+                                 and query_segments[i] == key_segments[j], as far as they are given
+        out = dropout(softmax(s where seen, -inf elsewhere)) @ value
 
     Args:
         query: [batch, heads, length, D], any strides.
@@ -73,33 +96,63 @@ def attention(
             means by causal), "bottom_right" aligns the last query with the last key (what FlashAttention means), an
             int is that key.
         softcap: bounds the scores smoothly to (-softcap, softcap), as Gemma 2 does.
+        bias: added to the scores, each dim 1 or that of [batch, heads, length, key length], any floating dtype; nothing
+            is expanded in memory. Differentiable. Where it is -inf the key isn't seen.
+        mask: bool, True where the key is seen, shaped like ``bias``. Key padding is [batch, 1, 1, key length].
+        query_segments, key_segments: integers that fit int32, [batch or 1, length] and [batch or 1, key length], both or
+            neither: documents packed into one sequence, or chunks. A query sees the keys of its own segment.
+        sinks: [heads], a further logit in each row's softmax that has no value (gpt-oss). Differentiable.
+        dropout_p: probability with which each probability is dropped; the others are divided by 1 - dropout_p. Applied
+            whenever it isn't 0: pass 0 in evaluation.
+        rng_state: int64 [2], seed and offset of the dropout, which is a function of them; drawn from torch's default
+            generator of the device if None.
         return_lse: also return the log-sum-exp of each row.
 
     Returns:
         out [batch, heads, length, Dv] in the dtype of query and its memory layout; with ``return_lse`` also lse
-        [batch, heads, length], natural logarithm, float32 (float64 for float64 inputs), differentiable too. A query
-        that sees no key has out 0, lse -inf and no gradient.
+        [batch, heads, length], natural logarithm, float32 (float64 for float64 inputs), differentiable too; it is of
+        the softmax before dropout. A query that sees no key has out 0, lse -inf (the sink, if there are sinks) and no
+        gradient.
 
         Inputs are all float32, bfloat16 or float16, or float64 on the CPU; under autocast they are cast to its dtype.
 
     Raises:
-        TypeError: a dtype that isn't floating, or differs between inputs.
+        TypeError: a dtype that isn't what is said above, or differs between query, key and value.
         ValueError: a shape, device or option that doesn't fit; the message names it.
         NotImplementedError: a head dim or dtype that the device's kernels don't take, or double backward.
     """
     left, right = _window(window_size)
     if is_causal:
         right = None  # is_causal says it
+    if query_segments is not None and key_segments is not None:
+        query_segments, key_segments = (
+            x if x.is_floating_point() else x.to(torch.int32) for x in (query_segments, key_segments)
+        )
+    if dropout_p > 0 and rng_state is None:
+        limits = torch.iinfo(torch.int64)
+        rng_state = torch.randint(limits.min, limits.max, (2,), dtype=torch.int64, device=query.device)
+    key_range = query_range = None
+    if query.dim() == key.dim() == 4 and (query_segments is not None or is_padding(mask)):
+        key_range, query_range = block_ranges(mask, query_segments, key_segments, query.shape[2], key.shape[2])
     out_and_lse = attn(
         query,
         key,
         value,
+        bias,
+        mask,
+        query_segments,
+        key_segments,
+        sinks,
+        rng_state,
+        key_range,
+        query_range,
         scale=scale,
         is_causal=is_causal,
         window_left=left,
         window_right=right,
         diagonal=_diagonal(diagonal, query, key),
         softcap=softcap,
+        dropout_p=dropout_p,
     )
     return out_and_lse if return_lse else out_and_lse[0]
 

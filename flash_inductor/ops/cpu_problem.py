@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import support
 from ..spec import AttentionSpec, MaskSpec
 from .extras import Extras
-from .philox import kept
+from .philox import dropped
 from .ranges import RANGE_BLOCK, block_ranges
 
 BLOCK = 128
@@ -196,7 +196,7 @@ class Problem:
         heads = self.kv_heads * self.group
         batches = torch.arange(*part.batch.indices(self.batch))
         head = batches[:, None] * heads + torch.arange(part.heads.start, part.heads.stop)
-        return ~kept(head, range(tile.i0, tile.i1), range(tile.j0, tile.j1), self.dropout_p, self.extras.rng_state)
+        return dropped(head, range(tile.i0, tile.i1), range(tile.j0, tile.j1), self.dropout_p, self.extras.rng_state)
 
 
 def make_problem(query: Tensor, key: Tensor, spec: AttentionSpec, dropout_p: float, extras: Extras) -> Problem:

@@ -23,7 +23,12 @@ def blocks_in(length: Int) -> Int:
 
 def is_padding(mask: Tensor | None) -> bool:
     """Whether a mask hides the same keys from every head and query of a batch entry: [B, 1, 1, Nk]."""
-    return mask is not None and all(isinstance(n, int) and n == 1 for n in mask.shape[1:3])
+    return mask is not None and mask.dim() == 4 and all(is_static_one(n) for n in mask.shape[1:3])
+
+
+def is_static_one(size: Int) -> bool:
+    """Whether a size is 1, without asking a symbol: it is none of 0 and 1 unless somebody guarded on it."""
+    return isinstance(size, int) and size == 1
 
 
 def block_ranges(
@@ -38,6 +43,9 @@ def block_ranges(
     given = next((x for x in (mask, query_segments, key_segments) if x is not None), None)
     if given is None:
         raise ValueError("block_ranges: expected a mask or segments, got neither")
+    _check("mask", mask, torch.bool, 4, None if mask is None or is_static_one(mask.shape[-1]) else kv_len)
+    _check("query_segments", query_segments, torch.int32, 2, q_len)
+    _check("key_segments", key_segments, torch.int32, 2, kv_len)
     device = given.device
     of_queries, of_keys = _full(kv_len, device), _full(q_len, device)
     if query_segments is not None and key_segments is not None:
@@ -53,6 +61,23 @@ def block_ranges(
         blocks = F.pad(visible, (0, count * RANGE_BLOCK - kv_len)).unflatten(1, (count, RANGE_BLOCK))
         of_keys = of_keys * blocks.any(-1, keepdim=True)
     return of_queries.expand(-1, blocks_in(q_len), -1), of_keys.expand(-1, blocks_in(kv_len), -1)
+
+
+def _check(name: str, x: Tensor | None, dtype: torch.dtype, dims: int, length: Int | None) -> None:
+    if x is None:
+        return
+    if x.dtype is not dtype:
+        raise TypeError(f"{name}: expected {dtype}, got {x.dtype}")
+    if x.dim() != dims:
+        raise ValueError(f"{name}: expected {dims} dims, got shape {list(x.shape)}")
+    if length is not None:
+        check_equal(x.shape[-1], length, name, f"a last dim of {length}", list(x.shape))
+
+
+def check_equal(size: Any, expected: Any, name: str, expectation: str, got: Any) -> None:
+    """Raise ValueError unless the sizes are equal."""
+    # For symbols this records that the two are the same one, instead of comparing two numbers.
+    torch._check_value(size == expected, lambda: f"{name}: expected {expectation}, got {got}")
 
 
 def _full(length: Int, device: torch.device) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 from .. import support
 from ..spec import AttentionSpec, MaskSpec
 from .extras import Extras
-from .validate_extras import FLOATS, check_equal, check_extras, words
+from .ranges import check_equal
+from .validate_extras import FLOATS, check_extras, words
 
 NO_EXTRAS = Extras()
 

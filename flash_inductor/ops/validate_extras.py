@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .extras import Extras
-from .ranges import blocks_in
+from .ranges import blocks_in, check_equal, is_static_one
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SEGMENTS = ("query_segments", "key_segments")
@@ -58,16 +58,9 @@ def _check(
         raise ValueError(f"{name}: expected device {query.device}, that of query, got {x.device}")
     for i, (size, full) in enumerate(zip(x.shape, shape, strict=True)):
         may_be_1 = i < len(broadcast)
-        # A symbolic size is none of 0 and 1 unless somebody guarded on it, which a check mustn't.
-        if not (may_be_1 and isinstance(size, int) and size == 1):
+        if not (may_be_1 and is_static_one(size)):
             expectation = f"shape {words(shape)}" + (", where dims may be 1" if may_be_1 else "")
             check_equal(size, full, name, expectation, words(x.shape))
-
-
-def check_equal(size: Any, expected: Any, name: str, expectation: str, got: Any) -> None:
-    """Raise ValueError unless the sizes are equal."""
-    # For symbols this records that the two are the same one, instead of comparing two numbers.
-    torch._check_value(size == expected, lambda: f"{name}: expected {expectation}, got {got}")
 
 
 def words(shape: Any) -> str:
