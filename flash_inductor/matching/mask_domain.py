@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -64,6 +64,10 @@ class Linear:
     def scaled(self, factor: int, plus: Int = 0) -> Linear:
         return Linear(tuple(factor * c for c in self.coefs), simplify(self.const * factor + plus))
 
+    def opposite(self) -> Linear:
+        """The atom that is >= 0 where this one isn't."""
+        return self.scaled(-1, -1)
+
     def plus(self, other: Linear, factor: int = 1) -> Linear:
         coefs = tuple(a + factor * b for a, b in zip(self.coefs, other.coefs, strict=True))
         return Linear(coefs, simplify(self.const + factor * other.const))
@@ -94,25 +98,36 @@ class Unknown(Exception):
     """Raised where the domain can't express a result; the message is the reason."""
 
 
+class Atom(Protocol):
+    """A condition on indices: a `Linear` that isn't negative, or the truth of a tensor's elements."""
+
+    @property
+    def is_constant(self) -> bool: ...
+
+    def opposite(self) -> Atom: ...
+
+    def substitute(self, index: Sequence[Linear | None], rank: int) -> Atom: ...
+
+
 @dataclass(frozen=True)
 class Pred:
-    """``all(atom >= 0 for atom in atoms)``, or the opposite of it."""
+    """All the atoms hold, or the opposite of it."""
 
-    atoms: tuple[Linear, ...] = ()
+    atoms: tuple[Atom, ...] = ()
     negated: bool = False
 
     @staticmethod
-    def of(atoms: Sequence[Linear], negated: bool = False) -> Pred:
+    def of(atoms: Sequence[Atom], negated: bool = False) -> Pred:
         """Normal form: constant atoms decided, duplicates dropped, one negated atom turned round."""
-        kept: list[Linear] = []
+        kept: list[Atom] = []
         for atom in atoms:
-            if atom.is_constant and isinstance(atom.const, int):
+            if isinstance(atom, Linear) and atom.is_constant and isinstance(atom.const, int):
                 if atom.const < 0:
                     return Pred((), not negated)
             elif atom not in kept:
                 kept.append(atom)
         if negated and len(kept) == 1:
-            return Pred((kept[0].scaled(-1, -1),))
+            return Pred((kept[0].opposite(),))
         return Pred(tuple(kept), negated)
 
     @property
@@ -145,31 +160,45 @@ TRUE = Pred()
 Interval = tuple[float, float]
 
 
+class Value:
+    """What is known of a tensor's elements."""
+
+    def substitute(self, index: Sequence[Linear | None], rank: int) -> Value:
+        """The value of a tensor read at other indices: all slicing, broadcasting and permuting is this."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Affine:
+class Affine(Value):
     """An integer, exactly ``linear``; ``absolute`` means its absolute value."""
 
     linear: Linear
     absolute: bool = False
 
+    def substitute(self, index: Sequence[Linear | None], rank: int) -> Affine:
+        return Affine(self.linear.substitute(index, rank), self.absolute)
+
 
 @dataclass(frozen=True)
-class TwoValued:
+class TwoValued(Value):
     """Some number within ``yes`` where ``where`` holds, within ``no`` elsewhere.  Bools are 0 and 1."""
 
     where: Pred
     yes: Interval
     no: Interval
 
+    def substitute(self, index: Sequence[Linear | None], rank: int) -> TwoValued:
+        return TwoValued(self.where.substitute(index, rank), self.yes, self.no)
+
 
 @dataclass(frozen=True)
-class Top:
+class Top(Value):
     """Nothing is known, for this reason."""
 
     reason: str
 
-
-Value = Affine | TwoValued | Top
+    def substitute(self, index: Sequence[Linear | None], rank: int) -> Top:
+        return self
 
 
 def constant(x: float | int | bool) -> TwoValued:
@@ -202,20 +231,11 @@ def as_affine(value: Value, rank: int) -> Affine | None:
     return None
 
 
-def substitute(value: Value, index: Sequence[Linear | None], rank: int) -> Value:
-    """The value of a tensor read at other indices: all slicing, broadcasting and permuting is this."""
-    if isinstance(value, Affine):
-        return Affine(value.linear.substitute(index, rank), value.absolute)
-    if isinstance(value, TwoValued):
-        return TwoValued(value.where.substitute(index, rank), value.yes, value.no)
-    return value
-
-
 def drop_unit_dims(value: Value, shape: Shape) -> Value:
     """Dims of static size 1 have only index 0, so no value depends on them."""
     rank = len(shape)
     index = [Linear((0,) * rank) if isinstance(s, int) and s == 1 else axis(d, rank) for d, s in enumerate(shape)]
-    return substitute(value, index, rank)
+    return value.substitute(index, rank)
 
 
 def axis(dim: int, rank: int, step: int = 1, start: Int = 0) -> Linear:
@@ -234,7 +254,7 @@ def broadcast(value: Value, shape: Shape, to: Shape) -> Value:
             index.append(Linear((0,) * rank))
         else:
             index.append(axis(offset + d, rank) if same(size, to[offset + d]) else None)
-    return substitute(value, index, rank)
+    return value.substitute(index, rank)
 
 
 def compare(op: str, a: Affine, b: Affine) -> TwoValued:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from . import canonical, effects
-from .canonical import Arg
+from . import canonical, effects, mask_sums
+from .canonical import Arg, Call
 from .mask_domain import (
     Affine,
     Linear,
@@ -24,6 +24,7 @@ from .mask_domain import (
     simplify,
 )
 from .mask_ops import EXACT_DTYPES, VALUE_HANDLERS, arg_shape_of, dtype_of, shape_of
+from .mask_reads import Sum, opaque
 from .mask_shapes import SHAPE_HANDLERS
 
 _HANDLERS = {**VALUE_HANDLERS, **SHAPE_HANDLERS}
@@ -51,10 +52,12 @@ class Interpreter:
     """Abstract values of the nodes that decide ``node`` when ``at`` runs.
 
     ``leaf`` gives the value of a placeholder or get_attr (a buffer that may be read), or None for an unknown one.
+    With ``reads``, what isn't known otherwise is a value that is read from the graph (mask_reads.py) instead of Top.
     """
 
-    def __init__(self, leaf: Callable[[fx.Node], Value | None]) -> None:
+    def __init__(self, leaf: Callable[[fx.Node], Value | None], *, reads: bool = False) -> None:
         self.leaf = leaf
+        self.reads = reads
         self.values: dict[fx.Node, Value] = {}
 
     def run(self, node: fx.Node, at: fx.Node) -> Value:
@@ -70,14 +73,19 @@ class Interpreter:
             except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
                 # arguments of a form the handlers don't expect must not break the compilation
                 value = Top(f"the mask is made with `{_target(current)}` in a way that isn't understood ({error})")
+            written = value if len(targets) == 1 else Top(f"`{_target(current)}` writes to the mask")
+            if self.reads and isinstance(value, Top):
+                value = mask_sums.unknown_value(self, current)
             if canonical.tensor(current) is not None:
                 self.values[current] = value
             for target in targets:
-                self._write(target, value if len(targets) == 1 else Top(f"`{_target(current)}` writes to the mask"))
+                self._write(target, written, current)
         return self.values.get(node, Top(f"`{node.name}` isn't a tensor whose shape is known"))
 
     def _checked(self, node: fx.Node, value: Value) -> Value:
         result = effects.result(node)
+        if self.cuts_gradient(result, value):
+            raise Unknown(f"`{node.name}` cuts the gradient of a bias")
         if isinstance(value, Affine):
             if dtype_of(result) not in EXACT_DTYPES:
                 raise Unknown(
@@ -90,12 +98,18 @@ class Interpreter:
                 raise Unknown(f"`{node.name}` holds indices that are too large to be exact in every dtype")
         return drop_unit_dims(value, shape_of(result))
 
-    def _write(self, target: fx.Node, value: Value) -> None:
+    def _write(self, target: fx.Node, value: Value, writer: fx.Node) -> None:
         """The tensor of ``target`` now holds ``value``; views of it hold something we don't follow."""
+        stale = Top(f"`{target.name}` has views and is written to in place; build the mask without views of it")
         for alias in effects.aliases(target):
             if alias in self.values:
-                stale = Top(f"`{target.name}` has views and is written to in place; build the mask without views of it")
-                self.values[alias] = value if effects.same_view(alias, target) else stale
+                now = value if effects.same_view(alias, target) else stale
+                self.values[alias] = opaque(alias, writer) if self.reads and isinstance(now, Top) else now
+
+    def cuts_gradient(self, node: fx.Node, value: Value) -> bool:
+        """Whether the gradient ends at ``node`` (detach, no_grad), so that what lies under it must not be used."""
+        tensor = canonical.tensor(node)
+        return isinstance(value, Sum) and value.needs_grad() and (tensor is None or not tensor.requires_grad)
 
     def _evaluate(self, node: fx.Node) -> Value:
         if node.op in ("placeholder", "get_attr"):
@@ -105,11 +119,15 @@ class Interpreter:
         handler = None if c is None else _HANDLERS.get(c.op)
         if c is None or handler is None:
             raise Unknown(f"the mask is made with `{_target(node)}`, which the mask prover doesn't know")
+        self.check_arguments(c)
+        return handler(self, c)
+
+    def check_arguments(self, c: Call) -> None:
+        """Raise Unknown if an argument may change what the operation means."""
         allowed = {p.lstrip("*") for p in canonical.PARAMS[c.op]} | _HARMLESS
         extra = [name for name, arg in c.args.items() if name not in allowed and arg is not None]
         if extra and c.op != "cast":
-            raise Unknown(f"the mask is made with `{_target(node)}` and its argument `{extra[0]}`")
-        return handler(self, c)
+            raise Unknown(f"the mask is made with `{_target(c.node)}` and its argument `{extra[0]}`")
 
     def value(self, arg: Arg) -> Value:
         """The abstract value of an argument: a tensor, or a number (rank 0).  Raises Unknown with its reason."""

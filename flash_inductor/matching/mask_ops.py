@@ -35,6 +35,7 @@ from .mask_domain import (
 if TYPE_CHECKING:
     from .mask_interpreter import Interpreter
 
+NEGLIGIBLE = -1e4  # a score this far below the others has no weight left after softmax
 # an integer index is exact in these; narrower types round or wrap around within the sizes masks have
 EXACT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 
@@ -55,7 +56,7 @@ def dtype_of(node: fx.Node) -> torch.dtype:
     return tensor.dtype
 
 
-def _rounded(interval: Interval, dtype: torch.dtype) -> Interval:
+def rounded(interval: Interval, dtype: torch.dtype) -> Interval:
     """The interval after its numbers are stored as ``dtype``."""
 
     def store(x: float) -> float:
@@ -75,7 +76,7 @@ def _rounded(interval: Interval, dtype: torch.dtype) -> Interval:
 def _pointwise(self: Interpreter, node: fx.Node, fn: Callable[..., Interval], args: Sequence[Arg]) -> TwoValued:
     result = effects.result(node)
     shape, dtype = shape_of(result), dtype_of(result)
-    return combine(lambda *x: _rounded(fn(*x), dtype), [self.two_valued(a, shape) for a in args])
+    return combine(lambda *x: rounded(fn(*x), dtype), [self.two_valued(a, shape) for a in args])
 
 
 def _corners(fn: Callable[[float, float], float]) -> Callable[[Interval, Interval], Interval]:
@@ -104,7 +105,7 @@ def _decided(fn: Callable[[float, float], bool]) -> Callable[[Interval, Interval
     return apply
 
 
-def _truth(a: Interval) -> bool:
+def truth(a: Interval) -> bool:
     if a[0] <= 0 <= a[1] and a[0] != a[1]:
         raise Unknown("the mask uses values that aren't known exactly as a condition")
     return a[0] != 0
@@ -124,7 +125,7 @@ _ARITHMETIC: dict[str, Callable[[float, float], float]] = {
     "maximum": max,
     "minimum": min,
 }
-_COMPARISON: dict[str, Callable[[float, float], bool]] = {
+COMPARISON: dict[str, Callable[[float, float], bool]] = {
     "le": lambda x, y: x <= y,
     "lt": lambda x, y: x < y,
     "ge": lambda x, y: x >= y,
@@ -192,7 +193,7 @@ def _comparison(self: Interpreter, c: Call) -> Value:
         if x is None or y is None:
             raise Unknown("the mask compares indices with something that isn't an index")
         return compare(c.op, x, y)
-    return _pointwise(self, c.node, _decided(_COMPARISON[c.op]), [c["input"], c["other"]])
+    return _pointwise(self, c.node, _decided(COMPARISON[c.op]), [c["input"], c["other"]])
 
 
 def _logic(self: Interpreter, c: Call) -> Value:
@@ -204,23 +205,23 @@ def _logic(self: Interpreter, c: Call) -> Value:
             if not (t.dtype is torch.bool if t is not None else isinstance(canonical.value(arg), bool)):
                 raise Unknown(f"the mask uses {c.op} on integers")
     fn = _LOGIC[name]
-    return _pointwise(self, c.node, lambda a, b: (int(fn(_truth(a), _truth(b))),) * 2, operands)
+    return _pointwise(self, c.node, lambda a, b: (int(fn(truth(a), truth(b))),) * 2, operands)
 
 
 def _not(self: Interpreter, c: Call) -> Value:
     if c.op == "bitwise_not" and dtype_of(effects.result(c.node)) is not torch.bool:
         raise Unknown("the mask uses bitwise_not on integers")
-    return _pointwise(self, c.node, lambda a: (int(not _truth(a)),) * 2, [c["input"]])
+    return _pointwise(self, c.node, lambda a: (int(not truth(a)),) * 2, [c["input"]])
 
 
 def _where(self: Interpreter, c: Call) -> Value:
     if "input" not in c.args or "other" not in c.args:
         raise Unknown("the mask uses `where` with one argument")
-    return _pointwise(self, c.node, lambda p, a, b: a if _truth(p) else b, [c["condition"], c["input"], c["other"]])
+    return _pointwise(self, c.node, lambda p, a, b: a if truth(p) else b, [c["condition"], c["input"], c["other"]])
 
 
 def _masked_fill(self: Interpreter, c: Call) -> Value:
-    return _pointwise(self, c.node, lambda a, p, v: v if _truth(p) else a, [c["input"], c["mask"], c["value"]])
+    return _pointwise(self, c.node, lambda a, p, v: v if truth(p) else a, [c["input"], c["mask"], c["value"]])
 
 
 def _triangle(self: Interpreter, c: Call) -> Value:
@@ -237,7 +238,7 @@ def _triangle(self: Interpreter, c: Call) -> Value:
         keep = keep.scaled(-1)
     kept = drop_unit_dims(TwoValued(Pred.of([keep]), (1, 1), (0, 0)), shape)
     assert isinstance(kept, TwoValued)
-    return combine(lambda p, x: x if _truth(p) else (0, 0), [kept, self.two_valued(c["input"], shape)])
+    return combine(lambda p, x: x if truth(p) else (0, 0), [kept, self.two_valued(c["input"], shape)])
 
 
 def _cast(self: Interpreter, c: Call) -> Value:
@@ -249,7 +250,7 @@ def _cast(self: Interpreter, c: Call) -> Value:
     dtype = dtype_of(effects.result(c.node))
     integer = not (dtype.is_floating_point or dtype is torch.bool)
     return combine(
-        lambda a: _rounded((math.trunc(_exact(a)),) * 2 if integer else a, dtype),
+        lambda a: rounded((math.trunc(_exact(a)),) * 2 if integer else a, dtype),
         [self.two_valued(c["input"], shape_of(effects.result(c.node)))],
     )
 
@@ -327,7 +328,7 @@ def _cumsum(self: Interpreter, c: Call) -> Value:
 
 VALUE_HANDLERS: dict[str, Callable[[Interpreter, Call], Value]] = {
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
-    **dict.fromkeys(_COMPARISON, _comparison),
+    **dict.fromkeys(COMPARISON, _comparison),
     **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or"), _logic),
     **dict.fromkeys(("bitwise_not", "logical_not"), _not),
     **dict.fromkeys(("tril", "triu"), _triangle),

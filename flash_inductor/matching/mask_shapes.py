@@ -10,7 +10,7 @@ from torch import fx
 
 from . import canonical
 from .canonical import Arg, Call
-from .mask_domain import Int, Linear, Unknown, Value, as_affine, axis, broadcast, known, same, simplify, substitute
+from .mask_domain import Int, Linear, Unknown, Value, as_affine, axis, broadcast, known, same, simplify
 from .mask_ops import arg_shape_of, dtype_of, shape_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def _permuted(order: Callable[[Call, int], Sequence[int]]) -> Callable[[Interpre
         index: list[Linear | None] = [None] * rank
         for new, old in enumerate(source):
             index[old] = axis(new, rank)
-        return substitute(self.value(c["input"]), index, rank)
+        return self.value(c["input"]).substitute(index, rank)
 
     return handler
 
@@ -70,7 +70,7 @@ def _reshape(self: Interpreter, c: Call) -> Value:
 
     match(0)
     match(-1)
-    return substitute(self.value(c["input"]), index, len(new))
+    return self.value(c["input"]).substitute(index, len(new))
 
 
 def _is_one(size: Int) -> bool:
@@ -128,7 +128,7 @@ def _indexed(self: Interpreter, c: Call, items: list[Any]) -> Value:
             position += 1
         else:
             index.append(Linear((0,) * len(out), _offset(self, item, size)))
-    return substitute(self.value(c["input"]), index, len(out))
+    return self.value(c["input"]).substitute(index, len(out))
 
 
 def _is_basic(item: Any) -> bool:

@@ -6,6 +6,7 @@ where they don't reach and sizes are static it is evaluated (closed.py); what ne
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +20,10 @@ from ..config import get_config
 from ..spec import Int, MaskSpec
 from . import canonical, closed, effects
 from .canonical import Arg
-from .mask_domain import Pred, Top, TwoValued, Unknown, Value, broadcast, known, same, simplify
+from .mask_domain import Linear, Pred, Top, TwoValued, Unknown, Value, broadcast, known, same, simplify
 from .mask_interpreter import Interpreter
+from .mask_ops import NEGLIGIBLE
 from .operands import NO_OPERANDS, Operands
-
-NEGLIGIBLE = -1e4  # a score this far below the others has no weight left after softmax
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,14 @@ class MaskProof:
     Attributes:
         mask: the band; a bound may be a SymInt expression of the graph's sizes.
         buffers: placeholders and get_attrs whose value was read; see `_compat.buffers.guard_unchanged`.
+        ceiling: the largest number that hidden pairs get added.
         finite: the mask adds a finite number, so softmax over a row that sees nothing is not 0 but uniform.
         empty_rows: some row may see nothing (never set together with ``finite``: that is refused).
     """
 
     mask: MaskSpec
     buffers: tuple[fx.Node, ...] = ()
+    ceiling: float = -math.inf
     finite: bool = False
     empty_rows: bool = False
     sizes: tuple[Int, Int] | None = None  # q_len, kv_len
@@ -68,7 +70,7 @@ def prove(mask: Arg, kind: str, q_len: Int, kv_len: Int, at: fx.Node) -> MaskPro
     used: list[fx.Node] = []
 
     def leaf(node: fx.Node) -> Value | None:
-        real = _readable(node)
+        real = readable(node)
         if real is None:
             return None
         used.append(node)
@@ -83,7 +85,7 @@ def prove(mask: Arg, kind: str, q_len: Int, kv_len: Int, at: fx.Node) -> MaskPro
             shape = [simplify(s) for s in tensor.shape]
             answer = _from_value(value, kind, shape, tensor.dtype, q_len, kv_len)
             if isinstance(answer, Refusal):
-                evaluated = closed.evaluate(mask, at, _readable)
+                evaluated = closed.evaluate(mask, at, readable)
                 if isinstance(evaluated, closed.Evaluated):
                     used = list(evaluated.buffers)
                     exact = closed.recognise(evaluated.tensor)
@@ -95,7 +97,7 @@ def prove(mask: Arg, kind: str, q_len: Int, kv_len: Int, at: fx.Node) -> MaskPro
     return answer
 
 
-def _readable(node: fx.Node) -> torch.Tensor | None:
+def readable(node: fx.Node) -> torch.Tensor | None:
     """The value of a buffer.  One that the graph itself writes to would compile again at every call."""
     real = buffers.buffer_value(node)
     if real is None or real.numel() > get_config().max_mask_elements:
@@ -116,10 +118,12 @@ def conjoin(proofs: Sequence[MaskProof]) -> MaskProof | Refusal:
         if sizes is None:
             raise Unknown("the sizes of the masks aren't known")
         finite = any(p.finite for p in proofs)
-        proof = _proof(spec, finite, *sizes)
+        proof = checked(spec, finite, *sizes)
     except Unknown as reason:
         return Refusal(str(reason))
-    return replace(proof, buffers=tuple(dict.fromkeys(b for p in proofs for b in p.buffers)))
+    operands = functools.reduce(Operands.merged, [p.operands for p in proofs])
+    buffers = tuple(dict.fromkeys(b for p in proofs for b in p.buffers))
+    return replace(proof, ceiling=max(p.ceiling for p in proofs), buffers=buffers, operands=operands)
 
 
 def _from_value(
@@ -130,19 +134,20 @@ def _from_value(
             raise Unknown(value.reason)
         if not isinstance(value, TwoValued):
             raise Unknown("the mask is neither a bool nor two numbers")
-        visible, finite = _visible(value, kind, dtype)
+        visible, ceiling = visible_where(value, kind, dtype)
         if visible.is_false:
             raise Unknown("the mask hides everything")
         if visible.negated:
             raise Unknown("the mask is a union of regions, not one band of diagonals")
         shape, visible = _to_scores(visible, shape, q_len, kv_len)
-        return _proof(_band(visible, shape), finite, q_len, kv_len)
+        proof = checked(band(visible, shape), ceiling != -math.inf, q_len, kv_len)
+        return replace(proof, ceiling=ceiling)
     except Unknown as reason:
         return Refusal(str(reason))
 
 
-def _visible(value: TwoValued, kind: str, dtype: torch.dtype) -> tuple[Pred, bool]:
-    """Where the mask lets a score through, and whether what it adds elsewhere is finite."""
+def visible_where(value: TwoValued, kind: str, dtype: torch.dtype) -> tuple[Pred, float]:
+    """Where the mask lets a score through, and the largest number that it adds elsewhere (-inf for a bool)."""
     if kind == "additive":
         if not dtype.is_floating_point:
             raise Unknown(f"the mask is added to the scores but is {dtype}")
@@ -150,7 +155,7 @@ def _visible(value: TwoValued, kind: str, dtype: torch.dtype) -> tuple[Pred, boo
         raise Unknown(f"the mask is {dtype} where a bool is expected")
     sides = [(~value.where, value.no), (value.where, value.yes)]
     shown = []
-    finite = False
+    ceiling = -math.inf
     for where, interval in sides:
         if where.is_false:
             continue
@@ -163,12 +168,12 @@ def _visible(value: TwoValued, kind: str, dtype: torch.dtype) -> tuple[Pred, boo
             if not shows and not interval[1] <= NEGLIGIBLE:
                 what = f"{interval[0]:g}" if interval[0] == interval[1] else f"{interval[0]:g} to {interval[1]:g}"
                 raise Unknown(f"the mask adds {what} to scores; only 0 and numbers up to {NEGLIGIBLE:g} make a mask")
-            finite |= not shows and interval[1] != -math.inf
+            ceiling = ceiling if shows else max(ceiling, interval[1])
         if shows:
             shown.append(where)
     if len(shown) == 2 or (shown and shown[0].is_true):
-        return Pred(), False
-    return (shown[0], finite) if shown else (~Pred(), finite)
+        return Pred(), -math.inf
+    return (shown[0], ceiling) if shown else (~Pred(), ceiling)
 
 
 def _to_scores(visible: Pred, shape: Sequence[Int], q_len: Int, kv_len: Int) -> tuple[Sequence[Int], Pred]:
@@ -183,11 +188,14 @@ def _to_scores(visible: Pred, shape: Sequence[Int], q_len: Int, kv_len: Int) -> 
     return full, value.where
 
 
-def _band(visible: Pred, shape: Sequence[Int]) -> MaskSpec:
+def band(visible: Pred, shape: Sequence[Int]) -> MaskSpec:
+    """The band that a predicate over ``[..., q_len, kv_len]`` is.  Raises Unknown."""
     lowers: list[Int] = []
     uppers: list[Int] = []
     rows, columns = shape[-2:]
     for atom in visible.atoms:
+        if not isinstance(atom, Linear):
+            raise Unknown("the mask depends on a tensor's values")
         if atom.never_negative(shape):
             continue  # true at every index
         if any(atom.coefs[:-2]):
@@ -221,7 +229,8 @@ def _tightest(bounds: Sequence[Int], sign: int) -> Int | None:
     return best
 
 
-def _proof(spec: MaskSpec, finite: bool, q_len: Int, kv_len: Int) -> MaskProof:
+def checked(spec: MaskSpec, finite: bool, q_len: Int, kv_len: Int) -> MaskProof:
+    """The proof of a band.  Raises Unknown if it is empty, or if a row that sees nothing would not be 0."""
     lower, upper = spec.lower, spec.upper
     # row i sees max(0, i + lower) .. min(kv_len - 1, i + upper); the worst rows are the first and the last
     rows_see = (

@@ -6,6 +6,7 @@ expanded: key padding stays [batch, 1, 1, keys].
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -152,6 +153,34 @@ class Table:
 
     labels: tuple[Label, ...]
     sizes: tuple[Any, ...]
+
+    def place(self, plan: Plan, at: fx.Node, sizes: Sequence[Any]) -> Place:
+        """Where a mask comes in, at ``at``, whose scores have these sizes (others than ours after a reshape)."""
+        ours = self.sizes[:-2]
+        same = len(sizes) == len(self.sizes) and all(same_size(a, b) for a, b in zip(sizes, ours, strict=False))
+        batch, lead = plan.query.batch, self.labels[:-2]
+        if same:
+            return Place(at, tuple(sizes), tuple(x in batch for x in lead))
+        return Place(at, tuple(sizes), (not plan.query.heads,) * (len(sizes) - 2))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a mask comes in.
+
+    Attributes:
+        at: the node that uses the mask.
+        table: the sizes of the scores there, [..., queries, keys].
+        batch: whether each leading dim of the table is a part of the op's batch, not of its heads.
+        fill: the score of the pairs that a bool mask hides.
+        factor: what the scores are multiplied by after the mask.
+    """
+
+    at: fx.Node
+    table: tuple[Any, ...]
+    batch: tuple[bool, ...]
+    fill: float = -math.inf
+    factor: float = 1.0
 
 
 def arguments(e: Emitter, plan: Plan, table: Table | None, given: Operands) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..spec import MaskSpec
-from . import canonical, chain, effects, masks, plan, probabilities, products, safety, sinks
+from . import canonical, chain, effects, mask_split, masks, plan, probabilities, products, safety, sinks
 from .canonical import Call, call, tensor
 from .masks import MaskProof, Refusal
 from .operands import NO_OPERANDS, Operands, Table
@@ -110,8 +110,7 @@ def _sdpa(program: Program, c: Call) -> Meaning:
         if value is None:
             raise Refused("the mask is not a tensor")
         kind = "keep" if value.dtype is torch.bool else "additive"
-        proof = masks.prove(mask, kind, tensors[0].shape[-2], tensors[1].shape[-2], node)
-        return _or_refuse(proof)
+        return mask_split.resolve(program, mask, kind, table.place(layout, node, table.sizes))
 
     return Meaning(node, [], layout, scale, None, prove, autocast, set(), table, Operands(dropout_p=dropout_p))
 
@@ -170,21 +169,21 @@ def _softmax_chain(program: Program, c: Call) -> Meaning:
         regrouped=regrouped,
         peel_casts=autocast is None,
     )
-    table = tensor(before.product.node)
-    assert table is not None  # parse() checked it
+    product = tensor(before.product.node)
+    assert product is not None  # parse() checked it
+    table = Table(scores.out, product.shape)
 
     def prove() -> MaskProof:
         proofs = []
         for mask in scoring.masks:
-            proof = _or_refuse(masks.prove(mask.mask, mask.kind, table.shape[-2], table.shape[-1], mask.at))
-            if mask.kind == "additive" and mask.factor < 1 and proof.finite:
-                raise Refused(
-                    "the scores are scaled down after a finite mask is added, and so is the mask; scale before"
-                )
-            if mask.kind != "additive" and mask.fill != float("-inf"):
-                proof = replace(proof, finite=True)
-            proofs.append(proof)
-        return _or_refuse(masks.conjoin(proofs))
+            here = tensor(mask.at)
+            assert here is not None  # the walk came through it
+            place = replace(table.place(layout, mask.at, here.shape), fill=mask.fill, factor=mask.factor)
+            proofs.append(mask_split.resolve(program, mask.mask, mask.kind, place))
+        proof = masks.conjoin(proofs)
+        if isinstance(proof, Refusal):
+            raise Refused(proof.reason)
+        return proof
 
     operands = Operands(dropout_p=tail.dropout_p)
     if scoring.sink is not None:
@@ -192,14 +191,7 @@ def _softmax_chain(program: Program, c: Call) -> Meaning:
         operands = replace(operands, sinks=vector)
     # the nodes looked through under the operands are computed from, not replaced: they count for the region only
     dtypes = scoring.dtypes | {result.dtype}
-    size = Table(scores.out, table.shape)
-    return Meaning(last, matched, layout, scoring.scale, scoring.softcap, prove, autocast, dtypes, size, operands)
-
-
-def _or_refuse(proof: MaskProof | Refusal) -> MaskProof:
-    if isinstance(proof, Refusal):
-        raise Refused(proof.reason)
-    return proof
+    return Meaning(last, matched, layout, scoring.scale, scoring.softcap, prove, autocast, dtypes, table, operands)
 
 
 def _autocast(first: products.Product, second: products.Product) -> torch.dtype | None:

@@ -46,11 +46,6 @@ def returned_scores(q, k, v):
     return torch.softmax(s, -1) @ v, s
 
 
-@twin("adds -1 to scores")
-def mild_mask(q, k, v):
-    return torch.softmax(q @ k.mT * 0.25 + minus(q.shape[2], -1.0), -1) @ v
-
-
 @twin("does not hide them")
 def mild_fill(q, k, v):
     return torch.softmax((q @ k.mT * 0.25).masked_fill(hidden(q.shape[2]), -1.0), -1) @ v
@@ -119,11 +114,6 @@ def content_bias(q, k, v):
     return torch.softmax(q @ k.mT + q @ q.mT, -1) @ v
 
 
-@twin("depends on the graph input", torch.randn(12, 12))
-def opaque_bias(q, k, v, bias):
-    return torch.softmax(q @ k.mT * 0.25 + bias, -1) @ v
-
-
 @twin("transposed P")
 def transposed_probabilities(q, k, v):
     return torch.einsum("bhqk,bhqd->bhkd", torch.softmax(q @ k.mT * 0.25, -1), v)
@@ -174,11 +164,6 @@ def scores_written_through_a_view(q, k, v):
 def scores_written_into_an_input(q, k, v, buffer):
     buffer.baddbmm_(q[:, 0].detach(), k[:, 0].detach().mT, beta=0, alpha=0.25)
     return torch.softmax(buffer, -1) @ v[:, 0]
-
-
-@twin("scaled down after")
-def finite_mask_scaled_down(q, k, v):
-    return torch.softmax((q @ k.mT + minus(q.shape[2], -1e5)) * 0.01, -1) @ v
 
 
 @twin("changes within")
