@@ -26,7 +26,7 @@ def flash_inductor(
 
     inductor = hooks.inductor_backend(mode, options)  # first: it checks the arguments
     ensure_key()
-    for graph in graphs_of(gm):  # not recompiled: Inductor reads the graph, and recompiles after its own passes
-        rewrite_or_leave(graph)
+    for graph, outer in graphs_of(gm):  # not recompiled: Inductor reads the graphs, and recompiles after its own passes
+        rewrite_or_leave(graph, outer=outer)
     with install.held_off():
         return inductor(gm, example_inputs)

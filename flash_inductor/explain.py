@@ -30,8 +30,8 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
     def look(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         nonlocal graphs
         graphs += 1
-        for graph in graphs_of(gm):
-            rewrite_or_leave(graph, apply=False)
+        for graph, outer in graphs_of(gm):
+            rewrite_or_leave(graph, apply=False, outer=outer)
         return gm.forward
 
     model = hooks.original(model)

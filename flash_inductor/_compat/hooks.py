@@ -181,14 +181,36 @@ def inductor_backend(mode: str | None, options: dict[str, Any] | None) -> Callab
     return torch._TorchCompileInductorWrapper(mode, options, None)
 
 
-def subgraphs(gm: Any) -> Iterator[Any]:
-    """The bodies of a graph's higher-order ops, innermost first: the order in which Inductor runs pre-grad passes."""
+def subgraphs(gm: Any) -> Iterator[tuple[Any, Any]]:
+    """The bodies of a graph's higher-order ops, innermost first: the order in which Inductor runs pre-grad passes.
+
+    With each the module that runs it.
+    """
     from torch._inductor.compile_fx import _get_subgraph_names
 
     for name in _get_subgraph_names(gm):
         body = getattr(gm, name)
         yield from subgraphs(body)
-        yield body
+        yield body, gm
+
+
+def outer_module(graph: Any) -> Any:
+    """The module that runs ``graph`` as a body of a higher-order op, while a pre-grad pass works on it, or None.
+
+    Inductor descends into bodies by calling itself, and tells the pass nothing; so its calls are looked at.
+    """
+    frame: Any = sys._getframe(1)
+    inside = False
+    while frame is not None:
+        if frame.f_code.co_name == "_recursive_pre_grad_passes":
+            module = frame.f_locals.get("gm")
+            if inside:
+                return module
+            if getattr(module, "graph", None) is not graph:
+                return None
+            inside = True
+        frame = frame.f_back
+    return None
 
 
 def original(model: Any) -> Any:

@@ -69,12 +69,17 @@ def evaluate(mask: fx.Node, at: fx.Node, buffer_value: Callable[[fx.Node], torch
     return Evaluated(result, tuple(used))
 
 
+def is_repeatable(node: fx.Node) -> bool:
+    """Whether a node calls an operation of torch that always gives the same result for the same inputs."""
+    name = str(getattr(node.target, "__name__", node.target))
+    known = node.op == "call_method" or effects.is_torch_function(node)
+    return known and not any(word in name for word in _CHANCE)
+
+
 def _obstacle(node: fx.Node, limit: int) -> str | None:
     name = str(getattr(node.target, "__name__", node.target))
-    if node.op not in ("placeholder", "get_attr"):
-        chance = any(word in name for word in _CHANCE)
-        if chance or not (node.op == "call_method" or effects.is_torch_function(node)):
-            return f"the mask depends on `{name}`"
+    if node.op not in ("placeholder", "get_attr") and not is_repeatable(node):
+        return f"the mask depends on `{name}`"
     tensor = canonical.tensor(node)
     if tensor is not None:
         if not all(isinstance(s, int) for s in tensor.shape):

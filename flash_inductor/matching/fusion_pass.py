@@ -65,7 +65,7 @@ class FusionPass(_Pass):
             )
             return
         ensure_key()
-        rewrite_or_leave(graph)
+        rewrite_or_leave(graph, outer=hooks.outer_module(graph))
 
 
 class KeyPass(_Pass):
@@ -105,7 +105,7 @@ def ensure_key() -> None:
         hooks.add_pass(hooks.POST_GRAD, KEY)
 
 
-def rewrite_or_leave(graph: fx.Graph, *, apply: bool = True) -> list[Site]:
+def rewrite_or_leave(graph: fx.Graph, *, apply: bool = True, outer: torch.fx.GraphModule | None = None) -> list[Site]:
     """``rewrite_graph``, except that an error in it leaves the graph as it was and is logged, not raised.
 
     Raises what the matcher raises if ``Config.strict`` is set.
@@ -114,13 +114,13 @@ def rewrite_or_leave(graph: fx.Graph, *, apply: bool = True) -> list[Site]:
 
     if settings.get_config().strict:
         with redirect() as sites:
-            rewrite_graph(graph, apply=apply)
+            rewrite_graph(graph, apply=apply, outer=outer)
             graph.lint()
     else:
         backup = _Backup(graph)
         try:
             with redirect() as sites:
-                rewrite_graph(graph, apply=apply)
+                rewrite_graph(graph, apply=apply, outer=outer)
                 graph.lint()
         except Exception as error:
             backup.restore()
@@ -172,9 +172,12 @@ class _Backup:
                 originals[copied] = self.graph.node_copy(copied, originals.__getitem__)
 
 
-def graphs_of(gm: torch.fx.GraphModule) -> list[fx.Graph]:
-    """The graphs of the bodies of higher-order ops (checkpoint, cond, ...), then the graph itself."""
-    return [body.graph for body in hooks.subgraphs(gm)] + [gm.graph]
+def graphs_of(gm: torch.fx.GraphModule) -> list[tuple[fx.Graph, torch.fx.GraphModule | None]]:
+    """The graphs of the bodies of higher-order ops (checkpoint, cond, ...), then the graph itself.
+
+    With each body's graph the module that runs it.
+    """
+    return [(body.graph, outer) for body, outer in hooks.subgraphs(gm)] + [(gm.graph, None)]
 
 
 install.sync()

@@ -14,7 +14,7 @@ from .._compat import buffers
 from ..config import get_config
 from ..report import Site, record
 from ..spec import AttentionSpec
-from . import emit, locate, mha, safety, sites
+from . import bodies, emit, locate, mha, safety, sites
 from .operands import check_kept
 from .plan import Plan
 from .program import Program, Refused
@@ -29,17 +29,30 @@ class _Outcome:
     shapes: dict[str, str] = field(default_factory=dict)
 
 
-def rewrite_graph(graph: fx.Graph, *, apply: bool = True) -> list[Site]:
+def rewrite_graph(graph: fx.Graph, *, apply: bool = True, outer: fx.GraphModule | None = None) -> list[Site]:
     """Find the attention sites of a graph, replace those that mean an AttentionSpec, and record all of them.
 
     Args:
         graph: torch IR as Dynamo captures it (``meta["example_value"]``) or pre-dispatch ATen (``meta["val"]``).
         apply: False leaves the graph as it is; the sites are those that would be found and replaced.
+        outer: the module that runs the graph as the body of a higher-order op.
     """
     if not apply:
         copy = fx.Graph(graph.owning_module)
         copy.output(copy.graph_copy(graph, {}))
         graph = copy
+    body = bodies.look_outside(graph, outer)
+    try:
+        found = _rewrite(graph)
+    finally:
+        if body is not None:
+            bodies.finish(body, apply=apply)
+    for result in found:
+        record(result)
+    return found
+
+
+def _rewrite(graph: fx.Graph) -> list[Site]:
     found: list[Site] = []
     program = Program(graph)
     for anchor in [n for n in graph.nodes if sites.is_anchor(n) or mha.is_call(n)]:
@@ -73,8 +86,6 @@ def rewrite_graph(graph: fx.Graph, *, apply: bool = True) -> list[Site]:
                 kernel=outcome.kernel if outcome.reason is None else None,
             )
         )
-    for result in found:
-        record(result)
     return found
 
 

@@ -22,7 +22,7 @@ from .conftest import causal
 
 def two_kinds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return F.scaled_dot_product_attention(x, k, v, dropout_p=0.1)
+    return F.scaled_dot_product_attention(x, k, v, dropout_p=1.0)
 
 
 def broken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -51,8 +51,8 @@ flash_inductor: 1 of 2 attention sites replaced in 1 graph
 1  test_explain.py:N in two_kinds  sdpa  causal  ATen CPU flash
    x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 2  test_explain.py:N in two_kinds  sdpa  -  left alone
-   return F.scaled_dot_product_attention(x, k, v, dropout_p=0.1)
-   why: dropout 0.1 of the probabilities is active; set it to 0 or call model.eval()""",
+   return F.scaled_dot_product_attention(x, k, v, dropout_p=1.0)
+   why: dropout 1 of the probabilities; a number from 0 to below 1 is needed""",
         )
 
     def test_graph_break(self) -> None:
