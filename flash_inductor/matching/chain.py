@@ -34,6 +34,11 @@ class Shift:
 
 
 @dataclass(frozen=True)
+class Floor:
+    """Scores of -inf become finite, which is seen in a row that sees nothing."""
+
+
+@dataclass(frozen=True)
 class Cast:
     dtype: torch.dtype
 
@@ -42,7 +47,7 @@ class Cast:
 class Mask:
     """``kind`` "keep", "drop" (bool, see masks.prove) with the score of hidden pairs, or "additive".
 
-    ``factor``: what the scores were scaled by after an additive mask.
+    ``factor``: what the scores were scaled by after an additive mask; negative if it is subtracted.
     """
 
     kind: str
@@ -50,6 +55,7 @@ class Mask:
     at: fx.Node
     fill: float = -math.inf
     factor: float = 1.0
+    floor: bool = False  # -inf is made finite afterwards
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Sink:
     first: bool
 
 
-Step = Scale | Tanh | Shift | Cast | Mask | Sink
+Step = Scale | Tanh | Shift | Floor | Cast | Mask | Sink
 
 
 @dataclass
@@ -226,8 +232,20 @@ def _sub(program: Program, c: Call, depth: int) -> Chain:
         raise Refused("the scores are subtracted from something, or a number from them")
     nodes = _row_maximum(program, other, scores, c.node)
     if nodes is None:
-        raise Refused("something that isn't the row maximum is subtracted from the scores; add a mask instead")
+        return _inner(program, c, scores, depth).then(c.node, Mask("additive", other, c.node, factor=-1.0))
     return _inner(program, c, scores, depth).then(c.node, Shift(), nodes=nodes)
+
+
+def _lowest(program: Program, c: Call, depth: int) -> Chain:
+    """The larger of the scores and the lowest number of their dtype: it changes scores of -inf only."""
+    _only(c, "input", "other", "dim", "min")
+    limits = [c.args[name] for name in ("other", "dim", "min") if c.get(name) is not None]
+    limit = constant(program, limits[0], c.node) if len(limits) == 1 else None
+    scores = tensor(c["input"])
+    lowest = scores is not None and limit is not None and limit <= torch.finfo(scores.dtype).min
+    if not lowest or (c.op == "max" and tensor(c["dim"]) is None):
+        raise Refused(f"`{c.op}` between the score product and the softmax isn't understood")
+    return _inner(program, c, c["input"], depth).then(c.node, Floor())
 
 
 def _row_maximum(program: Program, node: fx.Node, scores: Arg, at: fx.Node) -> tuple[fx.Node, ...] | None:
@@ -296,11 +314,15 @@ _STEPS: dict[str, Any] = {
     "reshape": _reshape,
     "flatten": _reshape,
     "unflatten": _reshape,
+    "view_as": _reshape,
     "add": _add,
     "sub": _sub,
     "rsub": _sub,
     "masked_fill": _masked_fill,
     "where": _where,
+    "clamp": _lowest,
+    "max": _lowest,
+    "maximum": _lowest,
 }
 
 
@@ -336,6 +358,8 @@ def interpret(steps: list[Step]) -> Scoring:
             capped, cap = scale, 1.0
         elif isinstance(step, Shift):
             continue
+        elif isinstance(step, Floor):
+            masks = [replace(m, floor=True) for m in masks]
         elif isinstance(step, Scale):
             if not (step.factor > 0 and math.isfinite(step.factor)):
                 raise Refused(f"the scores are scaled by {step.factor:g}, which isn't a positive number")

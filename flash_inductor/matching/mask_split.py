@@ -35,7 +35,9 @@ def resolve(program: Program, mask: Arg, kind: str, place: Place) -> MaskProof:
     ``kind`` is "keep", "drop" or "additive", see :func:`masks.prove`.
     """
     q_len, kv_len = place.table[-2:]
-    proof = masks.prove(mask, kind, q_len, kv_len, place.at)
+    proof: MaskProof | Refusal = Refusal("the mask is subtracted")
+    if place.factor > 0:
+        proof = masks.prove(mask, kind, q_len, kv_len, place.at)
     if isinstance(proof, MaskProof):
         proof = replace(proof, finite=proof.finite or (kind != "additive" and place.fill != -math.inf))
         if proof.ceiling * place.factor <= NEGLIGIBLE:
@@ -62,7 +64,7 @@ class _Splitter:
             if isinstance(value, Sum):
                 return self._sum(value, tensor.dtype)
             if isinstance(value, TwoValued):
-                return self._masked(value, kind, tensor.dtype, finite)
+                return self._masked(self._signed(value), kind, tensor.dtype, finite)
         except Unknown:
             pass
         return self._whole(mask, kind, value, finite)
@@ -92,12 +94,18 @@ class _Splitter:
 
     def _sum(self, value: Sum, dtype: torch.dtype) -> MaskProof:
         biases = tuple(self._part(read, factor=factor * self.place.factor) for read, factor in value.terms)
-        rest = self._masked(value.rest, "additive", dtype, False)
+        rest = self._masked(self._signed(value.rest), "additive", dtype, False)
         return replace(rest, operands=rest.operands.merged(Operands(bias=biases)))
+
+    def _signed(self, value: TwoValued) -> TwoValued:
+        """What is added, if the mask is subtracted."""
+        if self.place.factor > 0:
+            return value
+        return TwoValued(value.where, (-value.yes[1], -value.yes[0]), (-value.no[1], -value.no[0]))
 
     def _masked(self, value: TwoValued, kind: str, dtype: torch.dtype, finite: bool) -> MaskProof:
         visible, ceiling = masks.visible_where(value, kind, dtype)
-        if ceiling * self.place.factor > NEGLIGIBLE or visible.negated:
+        if ceiling * abs(self.place.factor) > NEGLIGIBLE or visible.negated:
             raise Unknown("the mask is a union of regions, or doesn't hide")
         atoms = bands_within_segments(self.program, visible.atoms)
         truths = [a for a in atoms if isinstance(a, Truth)]
@@ -158,7 +166,7 @@ class _Splitter:
         """The mask as the graph holds it."""
         place = self.place
         if kind == "additive":
-            condition = self._condition(mask, value)
+            condition = self._condition(mask, value) if place.factor > 0 else None
             if condition is not None:
                 return condition
             part = Part.whole(mask, place.at, place.table)
@@ -216,7 +224,7 @@ class _Splitter:
             visible, ceiling = masks.visible_where(value, "additive", tensor.dtype)
         except Unknown:
             return None
-        if ceiling * self.place.factor > NEGLIGIBLE or visible.is_false or visible.is_true:
+        if ceiling * abs(self.place.factor) > NEGLIGIBLE or visible.is_false or visible.is_true:
             return None
         condition = c["condition" if c.op == "where" else "mask"]
         return self._by_condition(condition, c, visible, ceiling)

@@ -6,6 +6,7 @@ expanded: key padding stays [batch, 1, 1, keys].
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 
 from .canonical import tensor
-from .mask_domain import Linear, axis
+from .mask_domain import Linear, axis, known
 from .program import Refused, same_size
 
 if TYPE_CHECKING:
@@ -299,9 +300,36 @@ def _regrouped(e: Emitter, table: Table, part: Part, node: fx.Node) -> fx.Node:
         for _ in theirs:
             node = e.call(aten.unsqueeze.default, node, 0)
         return node
-    keys: tuple[Any, ...] = tensor(node).shape[-2:]  # type: ignore[union-attr] # emitted with its value
-    node = e.call(aten.expand.default, node, [*(e.symbol(s) for s in ours), -1, -1])
-    return e.call(aten.reshape.default, node, [e.symbol(s) for s in (*theirs, *keys)])
+    have: tuple[Any, ...] = tensor(node).shape  # type: ignore[union-attr] # emitted with its value
+    expanded: list[Any] = []
+    shape: list[Any] = []
+    narrow = False
+    for before, after in _groups(ours, theirs):
+        varies = any(d in part.dims for d in before)
+        narrow |= varies and not all(same_size(have[d], ours[d]) for d in before)
+        expanded += [e.symbol(ours[d]) if varies else 1 for d in before]
+        shape += [e.symbol(theirs[d]) if varies else 1 for d in after]
+    if narrow:
+        node = e.call(aten.expand.default, node, [*expanded, -1, -1])
+    return e.call(aten.reshape.default, node, [*shape, *(e.symbol(s) for s in have[-2:])])
+
+
+def _groups(ours: Sequence[Any], theirs: Sequence[Any]) -> list[tuple[range, range]]:
+    """Runs of dims that a reshape of ``ours`` to ``theirs`` keeps to themselves; all in one where that isn't known."""
+    cuts = [(0, 0)]
+    a = b = 0
+    x: Any = 1
+    y: Any = 1
+    while a < len(ours) or b < len(theirs):
+        if a < len(ours) and (b == len(theirs) or not known(x > y)):
+            x, a = x * ours[a], a + 1
+        else:
+            y, b = y * theirs[b], b + 1
+        if a and b and same_size(x, y):
+            cuts.append((a, b))
+            x = y = 1
+    cuts = [c for c in cuts if c != (len(ours), len(theirs))] + [(len(ours), len(theirs))]
+    return [(range(p[0], n[0]), range(p[1], n[1])) for p, n in itertools.pairwise(cuts)]
 
 
 def _merged(e: Emitter, plan: Plan, table: Table, node: fx.Node) -> fx.Node:

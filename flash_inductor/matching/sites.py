@@ -179,11 +179,12 @@ def _softmax_chain(program: Program, c: Call) -> Meaning:
             here = tensor(mask.at)
             assert here is not None  # the walk came through it
             place = replace(table.place(layout, mask.at, here.shape), fill=mask.fill, factor=mask.factor)
-            proofs.append(mask_split.resolve(program, mask.mask, mask.kind, place))
-        proof = masks.conjoin(proofs)
-        if isinstance(proof, Refusal):
-            raise Refused(proof.reason)
-        return proof
+            proof = mask_split.resolve(program, mask.mask, mask.kind, place)
+            proofs.append(replace(proof, finite=proof.finite or mask.floor))
+        both = masks.conjoin(proofs)
+        if isinstance(both, Refusal):
+            raise Refused(both.reason)
+        return both
 
     operands = Operands(dropout_p=tail.dropout_p)
     if scoring.sink is not None:
