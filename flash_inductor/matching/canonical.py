@@ -97,7 +97,6 @@ PARAMS: dict[str, tuple[str, ...]] = {
     "expand": ("input", "*sizes"),
     "expand_as": ("input", "other"),
     "view_as": ("input", "other"),
-    "reshape_as": ("input", "other"),
     "broadcast_to": ("input", "size"),
     "repeat": ("input", "*repeats"),
     "repeat_interleave": ("input", "repeats", "dim", "output_size"),
