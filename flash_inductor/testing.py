@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .reference import attention_backward, attention_forward, visible
+from .reference import Extras, attention_backward, attention_forward
 from .spec import AttentionSpec
 from .support import kernel_name
 
+_HIDING = -1e4  # a bias below this stands for a hidden pair
 LAYOUTS = ("bhnd", "bnhd", "nbhd", "packed", "expanded", "sliced", "strided")
 
 
@@ -71,19 +73,29 @@ def make_inputs(
     return inputs if not requires_grad else tuple(x.requires_grad_() for x in inputs)  # type: ignore[return-value]
 
 
-def eager_attention(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None = None) -> Tensor:
-    """Attention as people write it, softmax in float32 at least; zero rows for blind queries."""
-    spec = spec or AttentionSpec()
+def eager_attention(
+    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None = None, **extras: Any
+) -> Tensor:
+    """Attention as people write it, softmax in float32 at least; zero rows for blind queries.
+
+    ``extras`` are bias, mask, query_segments, key_segments, sinks, rng_state and dropout_p, as for the reference.
+    """
+    spec, more = spec or AttentionSpec(), Extras(**extras)
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scale = query.shape[-1] ** -0.5 if spec.scale is None else spec.scale
     scores = (query @ key.mT) * scale
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    seen = visible(spec.mask, query.shape[2], key.shape[2], query.device)
+    if more.bias is not None:
+        scores = scores + more.bias.to(scores.dtype)
+    seen = more.visible(spec.mask, query.shape[2], key.shape[2], query.device)
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    if more.sinks is not None:
+        scores = torch.cat([scores, more.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     wide = torch.promote_types(query.dtype, torch.float32)
-    probs = torch.softmax(scores, -1, dtype=wide) * seen.any(-1, keepdim=True)
+    probs = torch.softmax(scores, -1, dtype=wide)[..., : key.shape[2]] * seen.any(-1, keepdim=True)
+    probs = probs * torch.as_tensor(more.keep_factor(probs.shape), device=probs.device).to(wide)
     return probs.to(query.dtype) @ value
 
 
@@ -102,22 +114,25 @@ def assert_close_to_reference(
     grad_out: Tensor | None = None,
     grad_lse: Tensor | None = None,
     factor: float = 2.0,
+    **extras: Any,
 ) -> None:
-    """Raise AssertionError unless out, lse, grad_query, grad_key, grad_value are as near to float64 as eager's are.
+    """Raise AssertionError unless all results are as near to float64 as eager attention's are.
 
-    ``actual`` may end early or hold None for what is not compared; gradients need ``grad_out``.  The tolerance is
-    ``factor`` times the error of :func:`eager_attention` on the same inputs, plus a few roundings of the dtype at the
-    largest value and at the size of the terms that cancel in a gradient: it comes from the data, so it needs no tuning
-    for lengths, dtypes or scales.
+    ``actual`` are out, lse, grad_query, grad_key, grad_value, grad_bias, grad_sinks; it may end early or hold None for
+    what is not compared.  Gradients need ``grad_out``.  ``extras`` are bias, mask, query_segments, key_segments, sinks,
+    rng_state and dropout_p.  The tolerance is ``factor`` times the error of :func:`eager_attention` on the same inputs,
+    plus a few roundings of the dtype at the largest value and at the size of the terms that cancel in a gradient: it
+    comes from the data, so it needs no tuning for lengths, dtypes or scales.
     """
-    names = ("out", "lse", "grad_query", "grad_key", "grad_value")
-    expected: list[Tensor | None] = list(attention_forward(query, key, value, spec))
+    names = ("out", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
+    spec = replace(spec or AttentionSpec(), extras=tuple(name for name, x in extras.items() if x is not None))
+    expected: list[Tensor | None] = list(attention_forward(query, key, value, spec, **extras))
     if grad_out is not None:
-        expected += attention_backward(grad_out, grad_lse, query, key, value, spec)
+        expected += attention_backward(grad_out, grad_lse, query, key, value, spec, **extras)
     elif len(actual) > 2:
         raise ValueError("grad_out: expected a tensor to compare gradients, got None")
-    eager = _eager(query, key, value, spec, grad_out if grad_lse is None else None)
-    terms = _terms(query, key, value, spec, grad_out, grad_lse)
+    eager = _eager(query, key, value, spec, grad_out if grad_lse is None else None, extras)
+    terms = _terms(query, key, value, spec, grad_out, grad_lse, extras)
     eps = torch.finfo(query.dtype).eps
     inner_eps = min(eps, torch.finfo(torch.float32).eps)
     problems = []
@@ -135,10 +150,10 @@ def assert_close_to_reference(
         if want.numel() == 0:
             continue
         typical, bound = terms[name]
-        stored_eps = inner_eps if name == "lse" else eps
+        stored_eps = inner_eps if name == "lse" else max(eps, torch.finfo(got.dtype).eps)
         tolerance = 4 * stored_eps * (want.abs().max().item() + typical) + 4 * inner_eps * bound
         if name == "lse" and eps > inner_eps:
-            tolerance += _approximation(query, key, value, spec or AttentionSpec())
+            tolerance += _approximation(query, key, value, spec)
         if baseline is not None:
             sound = torch.isfinite(baseline[finite])  # eager lets masked inf and NaN through
             tolerance += factor * error(baseline[finite][sound], want[sound])
@@ -169,21 +184,35 @@ def _terms(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    spec: AttentionSpec | None,
+    spec: AttentionSpec,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
+    extras: dict[str, Any],
 ) -> dict[str, tuple[float, float]]:
     """Typical size and bound of what is summed in each result: gradients are differences that may cancel entirely.
 
     The typical size goes with the roundings of the inputs' dtype, the bound with those of the products.
     """
     rows = query.shape[1] * query.shape[2] / max(1, key.shape[1] * key.shape[2])  # that share a key
-    scale = abs(query.shape[-1] ** -0.5 if spec is None or spec.scale is None else spec.scale)
+    scale = abs(query.shape[-1] ** -0.5 if spec.scale is None else spec.scale)
+    # Random roundings of the rows that one element of a gradient sums over.
+    every_row = (query.shape[0] * query.shape[1] * query.shape[2]) ** 0.5
+    bias = extras.get("bias")
+    added = 0.0 if bias is None else _largest(bias[bias > _HIDING].unsqueeze(-1))
     sizes = []
     for size, width in ((_typical, query.shape[-1] ** 0.5), (_largest, 1.0)):
         q, k, v, go = (size(x) for x in (query, key, value, grad_out))
-        score = scale * (go * v + size(None if grad_lse is None else grad_lse.unsqueeze(-1)))
-        sizes.append({"lse": scale * q * k, "grad_query": score * k / width, "grad_key": score * q / width * rows})
+        term = go * v / (1 - extras.get("dropout_p", 0.0)) + size(None if grad_lse is None else grad_lse.unsqueeze(-1))
+        score = scale * term
+        sizes.append(
+            {
+                "lse": scale * q * k + added,
+                "grad_query": score * k / width,
+                "grad_key": score * q / width * rows,
+                "grad_bias": term * every_row,
+                "grad_sinks": term * every_row,
+            }
+        )
     terms = {name: (sizes[0][name], sizes[1][name]) for name in sizes[0]}
     # The absolute error of a score is the relative error of its probability, which weighs an element of value.
     element = _typical(value) / max(1, value.shape[-1]) ** 0.5
@@ -204,9 +233,16 @@ def _largest(x: Tensor | None) -> float:
     return _row_norms(x).max().item()
 
 
-def _eager(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None, grad_out: Tensor | None) -> list[Any]:
-    inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+def _eager(
+    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, grad_out: Tensor | None, extras: dict[str, Any]
+) -> list[Any]:
+    """out, None for lse, then the gradients that the reference gives, or None for each."""
+    names = ("query", "key", "value", "bias", "sinks")
+    given = {"query": query, "key": key, "value": value, **extras}
+    leaves = {name: x.detach().requires_grad_() for name in names if (x := given.get(name)) is not None}
     with torch.enable_grad():
-        out = eager_attention(inputs[0], inputs[1], inputs[2], spec)
-    grads = [None] * 3 if grad_out is None else list(torch.autograd.grad(out, inputs, grad_out))
-    return [out.detach(), None, *grads]
+        out = eager_attention(**{**given, **leaves}, spec=spec)
+    grads: dict[str, Tensor] = {}
+    if grad_out is not None:
+        grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), grad_out), strict=True))
+    return [out.detach(), None, *(grads.get(name) for name in names)]

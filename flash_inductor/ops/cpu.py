@@ -25,6 +25,8 @@ from .cpu_problem import Part, Problem, Tile, cut, make_problem
 from .extras import Extras
 from .layout import empty_like_layout
 
+NEGLIGIBLE = -(2.0**20)  # with a bias, a row with a smaller lse gives no gradients: see flash_inductor.reference
+
 
 def _finite(*tensors: Tensor | None) -> bool:
     """Whether all values are finite; a sum that overflows counts as not, which costs time but no exactness."""
@@ -229,6 +231,7 @@ def _probabilities(
         scores = tanh * p.softcap
     if p.extras.bias is not None:
         p.unfold(scores, part, tile).add_(cut(p.extras.bias, part, tile))
+        lse = lse.masked_fill((lse < NEGLIGIBLE) & lse.isfinite(), math.inf)
     probs = scores.sub_(lse).exp_()
     p.hide(probs, part, tile, 0.0)
     return probs, tanh

@@ -26,11 +26,14 @@ appendix B.2, extended by the softcap, the bias, the sinks, dropout and the grad
     dbias   = dz, summed over the dims where bias has size 1
     dsink   = -sum_{b,i} exp(sink - lse_i) * delta_i
 
+With a bias, a row whose lse is below -2^20 gives no gradients (p = 0 in the backward): such a bias, finfo.min say,
+stands for -inf, and lse has no digits left for differences of scores.
+
 A pair that isn't seen contributes nothing, not even 0 * inf.  Query heads h*G .. h*G + G - 1 share key head h, whose
 gradients are the sums over them.
 """
 
-from .attention import attention_backward, attention_forward, visible
+from .attention import Extras, attention_backward, attention_forward, visible
 from .dropout import kept, philox
 
-__all__ = ["attention_backward", "attention_forward", "kept", "philox", "visible"]
+__all__ = ["Extras", "attention_backward", "attention_forward", "kept", "philox", "visible"]

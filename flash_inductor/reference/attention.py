@@ -12,6 +12,10 @@ from torch import Tensor
 from ..spec import AttentionSpec, MaskSpec
 from .dropout import kept
 
+# A row whose lse is below this has a bias that stands for -inf, finfo.min say, at everything it sees.  Its output is
+# that of the formula, a mean, but it gives no gradients: they are computed from lse, which can't tell its scores apart.
+NEGLIGIBLE = -(2.0**20)
+
 
 @dataclass(frozen=True)
 class Extras:
@@ -80,11 +84,13 @@ def _probabilities(
     if extras.bias is not None:
         z = z + extras.bias.double()
     z = z.masked_fill(~seen, -math.inf)
-    lse = torch.logsumexp(z, -1)
+    with_sink = z
     if extras.sinks is not None:
-        lse = torch.logaddexp(lse, extras.sinks.double().unsqueeze(-1))
-    p = torch.exp(z - lse.unsqueeze(-1)).masked_fill(~seen, 0)
-    return p, lse, slope, seen
+        column = extras.sinks.double().view(1, -1, 1, 1).expand(*z.shape[:3], 1)
+        with_sink = torch.cat([z, column], -1)
+    # Not exp(z - lse): of scores such as finfo.min, lse has no digits for the logarithm of their number.
+    p = torch.softmax(with_sink, -1)[..., : z.shape[-1]].masked_fill(~seen, 0)
+    return p, torch.logsumexp(with_sink, -1), slope, seen
 
 
 def _expand(x: Tensor, heads: int) -> Tensor:
@@ -127,6 +133,8 @@ def attention_backward(
     scale = 1 / math.sqrt(head_dim) if spec.scale is None else spec.scale
     q, k, v, go = query.double(), _expand(key, heads), _expand(value, heads), grad_out.double()
     p, lse, slope, seen = _probabilities(q, k, spec, more)
+    if more.bias is not None:
+        p = p.masked_fill(((lse < NEGLIGIBLE) & lse.isfinite()).unsqueeze(-1), 0)
     keep = more.keep_factor(p.shape)
     delta = (go * _product(p * keep, v, seen)).sum(-1, keepdim=True)
     if grad_lse is not None:
