@@ -20,22 +20,23 @@ def clamp_bounds(lower, upper, q_len, kv_len):
 
 @triton.jit
 def visible_range(
-    own_first, own_end, other_len, lower, upper, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, STEP: tl.constexpr
-):
+    own_first, own_end, first, end, lower, upper,
+    HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Which positions ``j`` of the other sequence the rows ``i`` in [own_first, own_end) see: lower <= j - i <= upper.
+
+    [first, end) bounds what there is to see: the other sequence, or less of it if more is known.
 
     Returns ``(first, end, full_begin, full_end, masked_begin, masked_left, masked_count)``.  No row sees anything
     outside [first, end).  Every row sees all of [full_begin, full_end), whose ends lie on block boundaries.  The
     masked_count other blocks of STEP lie masked_left of them left of the full ones, from masked_begin on, and the rest
     right of them: see ``masked_block``.
     """
-    first = 0
-    end = other_len
-    full_begin = 0
-    full_end = other_len
+    full_begin = first
+    full_end = end
     if HAS_LOWER:
-        first = tl.maximum(own_first + lower, 0)
-        full_begin = tl.maximum(own_end - 1 + lower, 0)
+        full_begin = tl.maximum(own_end - 1 + lower, first)
+        first = tl.maximum(own_first + lower, first)
     if HAS_UPPER:
         end = tl.minimum(end, tl.maximum(own_end + upper, 0))
         full_end = tl.minimum(full_end, tl.maximum(own_first + upper + 1, 0))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Kind = Literal["fwd", "dq", "dkdv"]
+Kind = Literal["fwd", "dq", "dkdv", "dbias"]
 
 
 class Config(NamedTuple):
@@ -37,6 +37,11 @@ _HOPPER: dict[Kind, dict[int, tuple[Config, ...]]] = {
         128: (Config(32, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 128, 8, 3), Config(64, 128, 8, 2)),
         256: (Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(64, 64, 8, 1)),
     },
+    "dbias": {
+        64: (Config(64, 64, 4, 2), Config(128, 64, 8, 2), Config(64, 64, 4, 1)),
+        128: (Config(64, 64, 4, 2), Config(64, 64, 8, 2), Config(64, 64, 4, 1)),
+        256: (Config(64, 64, 8, 1), Config(64, 32, 4, 1)),
+    },
 }
 # Unmeasured: Hopper's table, but for the one tile that doesn't spill there.
 _BLACKWELL: dict[Kind, dict[int, tuple[Config, ...]]] = {
@@ -59,6 +64,11 @@ _AMPERE: dict[Kind, dict[int, tuple[Config, ...]]] = {
         128: (Config(32, 64, 8, 2), Config(32, 64, 4, 2), Config(32, 128, 8, 2)),
         256: (Config(32, 32, 8, 1), Config(16, 64, 8, 1)),
     },
+    "dbias": {
+        64: (Config(64, 64, 4, 2), Config(64, 64, 4, 1), Config(32, 64, 4, 2)),
+        128: (Config(64, 64, 4, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+        256: (Config(32, 32, 4, 1), Config(16, 32, 4, 1)),
+    },
 }
 # What fits everything Triton runs on; fp32 inputs land here too.
 _SMALL: dict[Kind, dict[int, tuple[Config, ...]]] = {
@@ -77,11 +87,16 @@ _SMALL: dict[Kind, dict[int, tuple[Config, ...]]] = {
         128: (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
         256: (Config(16, 16, 4, 1),),
     },
+    "dbias": {
+        64: (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+        128: (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+        256: (Config(16, 16, 4, 1),),
+    },
 }
 
 
 def shared_memory_bytes(
-    kind: Kind, config: Config, block_d: int, block_dv: int, itemsize: int, capability: int = 100
+    kind: Kind, config: Config, block_d: int, block_dv: int, itemsize: int, capability: int = 100, pair_bytes: int = 0
 ) -> int:
     """An estimate, from above on the architectures tried, of the shared memory a kernel asks for.
 
@@ -92,25 +107,34 @@ def shared_memory_bytes(
     resident = m if kind != "dkdv" else n
     dims = block_d + block_dv
     kept = resident * (block_d if kind == "fwd" else dims)
+    if kind == "dbias":  # everything streams: the loop goes over what the bias is broadcast over
+        streamed, kept = m + n, 0
     exchanged = 0
     if kind != "fwd" and capability >= 100:
         exchanged = m * n + streamed * dims  # p and ds, and the streamed tiles a second time, for the other products
     elif kind == "dkdv" and stages == 1:
         exchanged = streamed * max(block_d, block_dv)  # q or do a second time, transposed
-    return itemsize * (kept + stages * streamed * dims + exchanged) + 2048
+    return itemsize * (kept + stages * streamed * dims + exchanged) + pair_bytes * stages * m * n + 2048
 
 
 def configs(
-    kind: Kind, capability: int, block_d: int, block_dv: int, itemsize: int, max_shared_memory: int | None = None
+    kind: Kind,
+    capability: int,
+    block_d: int,
+    block_dv: int,
+    itemsize: int,
+    max_shared_memory: int | None = None,
+    pair_bytes: int = 0,
 ) -> tuple[Config, ...]:
     """The configs to try, best guess first; never empty: where nothing fits, the smallest tile there is.
 
     Args:
-        kind: "fwd", "dq" or "dkdv".
+        kind: "fwd", "dq", "dkdv" or "dbias".
         capability: compute capability as major * 10 + minor (90 for H100), 0 if there is none.
         block_d, block_dv: padded head dims of query/key and of value.
         itemsize: bytes of an input element.
         max_shared_memory: bytes a block may use; None means no limit.
+        pair_bytes: bytes of bias and mask that are read for each pair of a query and a key.
     """
     bucket = max(64, block_d, block_dv)
     tables = [_SMALL] if itemsize > 2 else [{9: _HOPPER, 10: _BLACKWELL}.get(capability // 10, _AMPERE), _SMALL]
@@ -121,7 +145,7 @@ def configs(
         fitting = tuple(
             c
             for c in table[kind][bucket]
-            if shared_memory_bytes(kind, c, block_d, block_dv, itemsize, capability) <= max_shared_memory
+            if shared_memory_bytes(kind, c, block_d, block_dv, itemsize, capability, pair_bytes) <= max_shared_memory
         )
         if fitting:
             return fitting

@@ -10,15 +10,33 @@ import triton
 import triton.language as tl
 
 from .blocks import LN2, LOG2E, band_mask, clamp_bounds, load_rows, masked_block, store_rows, tanh, visible_range
+from .features import (
+    BIAS,
+    DROPOUT,
+    HIDES,
+    MAY_BE_BLIND,
+    block_range,
+    dropout_keep,
+    hide,
+    load_bias,
+    load_own,
+    start_row,
+)
 
 
 @triton.jit
 def _key_loop(
-    acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, span, offs_m, kv_len, lower, upper, factor, cap_scale,
+    acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, span, start_m, q_len, kv_len, lower, upper,
+    unit, cap_scale, feats, batch, head, own,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, FEATURES: tl.constexpr,
+    MASK: tl.constexpr,
 ):  # fmt: skip
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    # Scores are s * factor in base 2.  With a bias they are natural instead, and subtracted before they are scaled: a
+    # bias of finfo.min is finite there, so that a row of nothing else is uniform, as in eager.
+    factor = LOG2E if BIAS & FEATURES else unit * LOG2E
     first, end, full_begin, full_end, masked_begin, masked_left, masked_count = span
     blocks = masked_count if MASK else (full_end - full_begin) // BLOCK_N
     for i in tl.range(0, blocks):
@@ -28,19 +46,31 @@ def _key_loop(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFTCAP:
             s = tanh(s * cap_scale, FAST_TANH)
-        if MASK:
-            offs_n = n + tl.arange(0, BLOCK_N)
-            keep = band_mask(offs_m[:, None], offs_n[None, :], kv_len, lower, upper, HAS_LOWER, HAS_UPPER)
+        rows = offs_m[:, None]
+        cols = (n + tl.arange(0, BLOCK_N))[None, :]
+        if BIAS & FEATURES:
+            s = s * unit + load_bias(feats, batch, head, rows, cols, q_len, kv_len, FEATURES)
+        if MASK or HIDES & FEATURES:
+            keep = cols < kv_len
+            if MASK:
+                keep = band_mask(rows, cols, kv_len, lower, upper, HAS_LOWER, HAS_UPPER)
+            keep = hide(keep, feats, batch, head, rows, cols, q_len, kv_len, own, FEATURES, False)
             s = tl.where(keep, s, float("-inf"))
         # The maximum is kept before the factor, so that scaling and subtraction are one fused multiply-add.
         new_max = tl.maximum(row_max, tl.max(s, 1))
-        shift = new_max * factor
-        if MASK:  # only here can a row have seen nothing yet, and -inf - -inf would be NaN
+        shift = new_max if BIAS & FEATURES else new_max * factor
+        if MASK or MAY_BE_BLIND & FEATURES:  # only then can a row have seen nothing yet, and -inf - -inf would be NaN
             shift = tl.where(new_max == float("-inf"), 0.0, shift)
-        p = tl.exp2(s * factor - shift[:, None])
-        alpha = tl.exp2(row_max * factor - shift)
+        if BIAS & FEATURES:
+            p = tl.exp2((s - shift[:, None]) * factor)
+            alpha = tl.exp2((row_max - shift) * factor)
+        else:
+            p = tl.exp2(s * factor - shift[:, None])
+            alpha = tl.exp2(row_max * factor - shift)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
+        if DROPOUT & FEATURES:
+            p = tl.where(dropout_keep(feats, batch, head, own, start_m, n, BLOCK_M, BLOCK_N, FEATURES), p, 0.0)
         v = load_rows(v_ptr, stride_vn, n, first, end, BLOCK_N, V_HEAD_DIM, BLOCK_DV, MASK)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         row_max = new_max
@@ -50,9 +80,10 @@ def _key_loop(
 @triton.jit
 def forward_tile(
     q_ptr, k_ptr, v_ptr, stride_qm, stride_kn, stride_vn, start_m, q_len, kv_len, lower, upper, sm_scale, softcap,
-    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    feats, batch, head, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, NEGATIVE_SCALE: tl.constexpr = False,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):  # fmt: skip
     """Attention of query rows [start_m, start_m + BLOCK_M) of one head.
 
@@ -68,45 +99,50 @@ def forward_tile(
         PRECISION: input_precision of tl.dot ("ieee", "tf32", "tf32x3"); matters for fp32 inputs only.
         FAST_TANH: use the hardware's tanh (CUDA only; error 2**-11, below bf16's rounding).
         NEGATIVE_SCALE: sm_scale < 0, to be known at compile time because negating q costs registers.
+        feats, FEATURES: see ``features``; ``batch`` and ``head`` (of the query) are read by them only.
 
     Returns:
         acc: fp32 [BLOCK_M, BLOCK_DV], the normalised output; 0 for rows that see nothing.
         lse: fp32 [BLOCK_M], natural log; -inf for rows that see nothing.  Rows past q_len are garbage, store neither.
 
-    Keys that no row of the tile sees are never read, so nothing in them can leak.  A NaN or inf in a V row that some
-    rows of the tile see and others don't reaches the others too (0 * inf); one in K does not.
+    Keys outside the band or the range of the tile are never read, so nothing in them can leak.  A NaN or inf in a V
+    row of a block that some row of the tile sees reaches all rows of the tile (0 * inf); one in K does not.
     """
-    offs_m = start_m + tl.arange(0, BLOCK_M)
     q = load_rows(q_ptr, stride_qm, start_m, 0, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     if SOFTCAP:
-        factor = softcap * LOG2E
+        unit = softcap
         cap_scale = sm_scale / softcap
     else:
         # A negative scale would turn the maximum of the raw scores into the minimum: its sign goes to q.  A zero scale
         # would make -inf * 0; the tiny stand-in gives the same uniform softmax.
         if NEGATIVE_SCALE:
             q = -q
-        factor = tl.maximum(tl.abs(tl.cast(sm_scale, tl.float32)), 1e-30) * LOG2E
+        unit = tl.maximum(tl.abs(tl.cast(sm_scale, tl.float32)), 1e-30)
         cap_scale = 0.0
     lower, upper = clamp_bounds(lower, upper, q_len, kv_len)
     last_m = tl.minimum(start_m + BLOCK_M, q_len)
-    span = visible_range(start_m, last_m, kv_len, lower, upper, HAS_LOWER, HAS_UPPER, BLOCK_N)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    first_n, end_n = block_range(feats, batch, start_m, kv_len, FEATURES)
+    span = visible_range(start_m, last_m, first_n, end_n, lower, upper, HAS_LOWER, HAS_UPPER, BLOCK_N)
+    own = load_own(feats, batch, start_m + tl.arange(0, BLOCK_M), q_len, FEATURES, False)
+    factor = LOG2E if BIAS & FEATURES else unit * LOG2E
+    row_max, row_sum = start_row(feats, head, factor, BLOCK_M, FEATURES)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, row_sum, row_max = _key_loop(
-        acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, span, offs_m, kv_len, lower, upper, factor,
-        cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION,
-        FAST_TANH, True,
+        acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, span, start_m, q_len, kv_len, lower, upper,
+        unit, cap_scale, feats, batch, head, own, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+        HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, FEATURES, True,
     )  # fmt: skip
     acc, row_sum, row_max = _key_loop(
-        acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, span, offs_m, kv_len, lower, upper, factor,
-        cap_scale, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION,
-        FAST_TANH, False,
+        acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, span, start_m, q_len, kv_len, lower, upper,
+        unit, cap_scale, feats, batch, head, own, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+        HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, FEATURES, False,
     )  # fmt: skip
     empty = row_max == float("-inf")
     row_sum = tl.where(empty, 1.0, row_sum)
-    lse = tl.where(empty, float("-inf"), (row_max * factor + tl.log2(row_sum)) * LN2)
+    lse = row_max + tl.log2(row_sum) * LN2 if BIAS & FEATURES else (row_max * factor + tl.log2(row_sum)) * LN2
+    lse = tl.where(empty, float("-inf"), lse)
+    if DROPOUT & FEATURES:
+        acc = acc * feats[3][3]
     return acc / row_sum[:, None], lse
 
 
@@ -117,11 +153,11 @@ def forward_tile(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     sqb, sqh, sqm: tl.constexpr, skb, skh, skn: tl.constexpr, svb, svh, svn: tl.constexpr, sob, soh, som: tl.constexpr,
-    heads, group, q_len, kv_len, lower, upper, sm_scale, softcap,
+    heads, group, q_len, kv_len, lower, upper, sm_scale, softcap, feats,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST_TANH: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
-    ALIGN: tl.constexpr,
+    FEATURES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Eager launch: grid (batch * heads * query tiles,).  ALIGN divides every batch and head stride,
     which lets loads be wide; row strides are constants because that saves registers."""
@@ -140,8 +176,8 @@ def forward_kernel(
     acc, lse = forward_tile(
         q_ptr + batch * sqb + tl.cast(head, tl.int64) * sqh, k_ptr + batch * skb + tl.cast(kv_head, tl.int64) * skh,
         v_ptr + batch * svb + tl.cast(kv_head, tl.int64) * svh, sqm, skn, svn, start_m, q_len, kv_len, lower, upper,
-        sm_scale, softcap, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, HAS_LOWER, HAS_UPPER,
-        SOFTCAP, PRECISION, FAST_TANH, NEGATIVE_SCALE,
+        sm_scale, softcap, feats, batch, head, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+        HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, NEGATIVE_SCALE, FEATURES,
     )  # fmt: skip
     out_ptr += batch * sob + tl.cast(head, tl.int64) * soh
     store_rows(out_ptr, som, start_m, q_len, acc, BLOCK_M, V_HEAD_DIM, BLOCK_DV)

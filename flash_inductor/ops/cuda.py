@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,8 +16,12 @@ from torch import Tensor
 from ..kernels.backward import grad_key_value_kernel, grad_query_kernel
 from ..kernels.configs import Config, Kind, configs
 from ..kernels.forward import forward_kernel
+from ..kernels.grad_bias import CHUNK, grad_bias_kernel
 from ..spec import MaskSpec
+from .cuda_features import pack, pair_bytes
+from .extras import Extras
 from .layout import empty_like_layout
+from .ranges import block_ranges, is_padding
 
 
 def forward(
@@ -29,11 +35,14 @@ def forward(
     window_right: int | None = None,
     diagonal: int = 0,
     softcap: float | None = None,
+    dropout_p: float = 0.0,
     config: Config | None = None,
+    **tensors: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``flashbwd::attn`` on CUDA tensors: out [B, Hq, Nq, Dv] in query's dtype and layout, lse fp32 [B, Hq, Nq].
 
-    fp16, bf16 or fp32; head dims up to 256.  ``config`` overrides the tuning table.  Arguments are taken as valid.
+    fp16, bf16 or fp32; head dims up to 256.  ``tensors`` are the optional tensors of the op by name, ``config``
+    overrides the tuning table.  Arguments are taken as valid.
     """
     batch, heads, q_len, _ = query.shape
     out = empty_like_layout(query, (batch, heads, q_len, value.shape[3]))
@@ -43,12 +52,15 @@ def forward(
         return out, lse
     mask = MaskSpec.from_window(is_causal, window_left, window_right, diagonal)
     sizes, constants = _arguments(query, key, value, mask, scale, softcap)
-    c = config or _configs("fwd", query, value)[0]
+    extras = _with_ranges(Extras(**tensors), q_len, value.shape[2])
+    feats, chosen = pack(extras, heads, dropout_p, extras.key_range, with_sinks=True)
+    c = config or _configs("fwd", query, value, extras)[0]
     with _device(query):
         forward_kernel[(triton.cdiv(q_len, c.block_m) * batch * heads,)](
             query, key, value, out, lse,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sizes,
-            **constants, **_meta(c), NEGATIVE_SCALE=(scale or 0.0) < 0, ALIGN=_align(query, key, value, out),
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sizes, feats,
+            **constants, **_meta(c), NEGATIVE_SCALE=(scale or 0.0) < 0, FEATURES=chosen,
+            ALIGN=_align(query, key, value, out),
         )  # fmt: skip
     return out, lse
 
@@ -68,50 +80,106 @@ def backward(
     window_right: int | None = None,
     diagonal: int = 0,
     softcap: float | None = None,
-    grad_mask: list[bool] | tuple[bool, ...] = (True, True, True),
+    dropout_p: float = 0.0,
+    grad_mask: Sequence[bool] = (True, True, True, False, False),
     dq_config: Config | None = None,
     dkdv_config: Config | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``flashbwd::attn_backward`` on CUDA tensors, deterministic.  Gradients not in ``grad_mask`` have shape [0]."""
-    want_query, want_key, want_value = grad_mask[:3]
+    dbias_config: Config | None = None,
+    **tensors: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and bias on CUDA tensors, deterministic; shape [0] where ``grad_mask`` is False.
+
+    ``flashbwd::attn_backward`` but for the gradient of the sinks, which is the same on every device.
+    """
+    want_query, want_key, want_value, want_bias = grad_mask[:4]
+    extras = Extras(**tensors)
     # The second kernel writes both of its results: one that isn't wanted is a scratch tensor the caller never sees.
     compute = (want_query, want_key or want_value, want_key or want_value)
     grad_query, grad_key, grad_value = (
         empty_like_layout(x, x.shape) if needed else x.new_empty(0)
         for x, needed in zip((query, key, value), compute, strict=True)
     )
+    grad_bias = query.new_empty(0)
+    if want_bias and extras.bias is not None:
+        grad_bias = empty_like_layout(extras.bias, extras.bias.shape)
+
+    def asked() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wanted = ((grad_query, want_query), (grad_key, want_key), (grad_value, want_value))
+        return (*(grad if want else grad.new_empty(0) for grad, want in wanted), grad_bias)  # type: ignore[return-value]
+
     grad_out, query, key, value = map(_last_dim_contiguous, (grad_out, query, key, value))
     batch, heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1:3]
     if batch * heads * q_len == 0 or batch * kv_heads * kv_len == 0:
-        grad_query, grad_key, grad_value = grad_query.zero_(), grad_key.zero_(), grad_value.zero_()
-        return _asked(grad_query, want_query), _asked(grad_key, want_key), _asked(grad_value, want_value)
+        for grad in (grad_query, grad_key, grad_value, grad_bias):
+            grad.zero_()
+        return asked()
     delta = (grad_out.float() * out.float()).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse
     delta, lse = delta.contiguous(), lse.contiguous()
     mask = MaskSpec.from_window(is_causal, window_left, window_right, diagonal)
     sizes, constants = _arguments(query, key, value, mask, scale, softcap)
+    extras = _with_ranges(extras, q_len, kv_len)
     inputs = (grad_out, query, key, value)
     strides = [s for x in inputs for s in x.stride()[:3]]
     with _device(query):
         if want_query:
-            c = dq_config or _configs("dq", query, value)[0]
+            c = dq_config or _configs("dq", query, value, extras)[0]
+            feats, chosen = pack(extras, heads, dropout_p, extras.key_range)
             grad_query_kernel[(triton.cdiv(q_len, c.block_m) * batch * heads,)](
-                *inputs, lse, delta, grad_query, *strides, *grad_query.stride()[:3], *sizes,
-                **constants, **_meta(c), ALIGN=_align(*inputs, grad_query),
+                *inputs, lse, delta, grad_query, *strides, *grad_query.stride()[:3], *sizes, feats,
+                **constants, **_meta(c), FEATURES=chosen, ALIGN=_align(*inputs, grad_query),
             )  # fmt: skip
         if want_key or want_value:
-            c = dkdv_config or _configs("dkdv", query, value)[0]
+            c = dkdv_config or _configs("dkdv", query, value, extras)[0]
+            feats, chosen = pack(extras, heads, dropout_p, extras.query_range)
             grad_key_value_kernel[(triton.cdiv(kv_len, c.block_n) * batch * kv_heads,)](
                 *inputs, lse, delta, grad_key, grad_value, *strides, *grad_key.stride()[:3], *grad_value.stride()[:3],
-                *sizes, **constants, **_meta(c), ALIGN=_align(*inputs, grad_key, grad_value),
+                *sizes, feats, **constants, **_meta(c), FEATURES=chosen, ALIGN=_align(*inputs, grad_key, grad_value),
             )  # fmt: skip
-    return _asked(grad_query, want_query), _asked(grad_key, want_key), _asked(grad_value, want_value)
+        if want_bias and extras.bias is not None:
+            c = dbias_config or _configs("dbias", query, value, extras)[0]
+            _grad_bias(grad_bias, inputs, (lse, delta), sizes, constants, c, pack(extras, heads, dropout_p, None))
+    return asked()
 
 
-def _asked(grad: Tensor, wanted: bool) -> Tensor:
-    return grad if wanted else grad.new_empty(0)
+def _grad_bias(
+    grad_bias: Tensor,
+    inputs: tuple[Tensor, ...],
+    rows: tuple[Tensor, Tensor],
+    sizes: list[int | float],
+    constants: dict[str, Any],
+    c: Config,
+    packed: tuple[Any, int],
+) -> None:
+    """Fill ``grad_bias``: sums over what the bias is broadcast over."""
+    batches, heads, rows_of_bias, columns_of_bias = grad_bias.shape
+    sum_rows, sum_cols = rows_of_bias == 1, columns_of_bias == 1
+    (batch, all_heads, q_len, _), kv_len = inputs[1].shape, inputs[2].shape[2]
+    blocks_m = triton.cdiv(q_len, CHUNK if sum_rows else c.block_m)
+    blocks_n = triton.cdiv(kv_len, CHUNK if sum_cols else c.block_n)
+    target = grad_bias
+    if sum_rows or sum_cols:  # a partial sum for each chunk of what is summed
+        shape = (blocks_m if sum_rows else q_len, blocks_n if sum_cols else kv_len)
+        target = grad_bias.new_empty((batches, heads, *shape), dtype=torch.float32)
+    feats, chosen = packed
+    grad_bias_kernel[(batches * heads * blocks_m * blocks_n,)](
+        *inputs, *rows, target, *(s for x in inputs for s in x.stride()[:3]), *target.stride(),
+        batch // batches, all_heads // heads, heads, *sizes, feats, **constants, **_meta(c),
+        FEATURES=chosen, SUM_ROWS=sum_rows, SUM_COLS=sum_cols, CHUNK=CHUNK, ALIGN=_align(*inputs),
+    )  # fmt: skip
+    if target is not grad_bias:
+        summed = [dim for dim, is_summed in ((2, sum_rows), (3, sum_cols)) if is_summed]
+        grad_bias.copy_(target.sum(summed, keepdim=True))
+
+
+def _with_ranges(extras: Extras, q_len: int, kv_len: int) -> Extras:
+    """With ranges of visible blocks, if they can be less than everything and the caller gave none."""
+    if extras.key_range is not None or (extras.query_segments is None and not is_padding(extras.mask)):
+        return extras
+    key_range, query_range = block_ranges(extras.mask, extras.query_segments, extras.key_segments, q_len, kv_len)
+    return replace(extras, key_range=key_range, query_range=query_range)
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:
@@ -144,10 +212,10 @@ def device_limits(index: int) -> tuple[int, int | None]:
     return props.major * 10 + props.minor, getattr(props, "shared_memory_per_block_optin", None)
 
 
-def _configs(kind: Kind, query: Tensor, value: Tensor) -> tuple[Config, ...]:
+def _configs(kind: Kind, query: Tensor, value: Tensor, extras: Extras) -> tuple[Config, ...]:
     capability, limit = device_limits(query.device.index) if query.is_cuda else (0, None)
     blocks = block_dim(query.shape[3]), block_dim(value.shape[3])
-    return configs(kind, capability, *blocks, query.element_size(), limit)
+    return configs(kind, capability, *blocks, query.element_size(), limit, pair_bytes(extras))
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -160,7 +228,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 def _arguments(
     query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, scale: float | None, softcap: float | None
 ) -> tuple[list[int | float], dict[str, Any]]:
-    """The scalars and constexprs that all three kernels share."""
+    """The scalars and constexprs that all kernels share."""
     heads, q_len, head_dim = query.shape[1:]
     kv_len, v_head_dim = value.shape[2:]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale

@@ -42,6 +42,7 @@ def compile_kernel(kind: Kind, arch: int, head_dim: int, config: Config, dtype: 
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "HAS_UPPER": True,
         "HAS_LOWER": options.get("lower", False), "SOFTCAP": options.get("softcap", False),
         "PRECISION": "tf32", "FAST_TANH": dtype == "bf16", "ALIGN": 8, "NEGATIVE_SCALE": False,
+        "feats": None, "FEATURES": 0,
         **dict.fromkeys(_ROW_STRIDES, 16 * head_dim),
     }  # fmt: skip
     kernel = _KERNELS[kind]
