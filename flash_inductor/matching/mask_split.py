@@ -166,6 +166,7 @@ class _Splitter:
         """The mask as the graph holds it."""
         place = self.place
         if kind == "additive":
+            self._check_additive(mask, value)
             condition = self._condition(mask, value) if place.factor > 0 else None
             if condition is not None:
                 return condition
@@ -200,6 +201,28 @@ class _Splitter:
             return self._proof(band, False)
         except Unknown:
             return full
+
+    def _check_additive(self, mask: fx.Node, value: Value | None) -> None:
+        """Raise Refused if a row is known to get a large number everywhere.
+
+        Softmax doesn't see it, but the backward does: the log-sum-exp of the row holds it, and has no digits left.
+        """
+        tensor = canonical.tensor(mask)
+        assert tensor is not None  # the caller looked
+        if isinstance(value, TwoValued):
+            try:
+                visible, _ = masks.visible_where(self._signed(value), "additive", tensor.dtype)
+                masks.checked(masks.band(visible, self.place.table), True, *self.place.table[-2:])
+            except masks.SeesNothing as reason:
+                raise Refused(str(reason)) from reason
+            except Unknown:
+                pass
+        with unset_fake_temporarily(), torch.no_grad():
+            real = closed.evaluate(mask, self.place.at, masks.readable)
+            if not isinstance(real, str) and real.tensor.dim() and real.tensor.is_floating_point():
+                added = real.tensor.double() * self.place.factor
+                if bool((added.amax(-1) <= NEGLIGIBLE).any()):
+                    raise Refused("a row of the mask hides every key, so that softmax averages over all of them")
 
     def _hides_a_row(self, mask: fx.Node, kind: str, finite: bool) -> bool:
         """Whether a row is known to see nothing, where the scores of hidden pairs are finite: it gets a mean then."""

@@ -26,6 +26,10 @@ from .mask_ops import NEGLIGIBLE
 from .operands import NO_OPERANDS, Operands
 
 
+class SeesNothing(Unknown):
+    """The mask hides a row, or may, where that is not as if it were 0."""
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Why a mask can't be used, as a sentence with a remedy."""
@@ -135,10 +139,6 @@ def _from_value(
         if not isinstance(value, TwoValued):
             raise Unknown("the mask is neither a bool nor two numbers")
         visible, ceiling = visible_where(value, kind, dtype)
-        if visible.is_false:
-            raise Unknown("the mask hides everything")
-        if visible.negated:
-            raise Unknown("the mask is a union of regions, not one band of diagonals")
         shape, visible = _to_scores(visible, shape, q_len, kv_len)
         proof = checked(band(visible, shape), ceiling != -math.inf, q_len, kv_len)
         return replace(proof, ceiling=ceiling)
@@ -190,6 +190,10 @@ def _to_scores(visible: Pred, shape: Sequence[Int], q_len: Int, kv_len: Int) -> 
 
 def band(visible: Pred, shape: Sequence[Int]) -> MaskSpec:
     """The band that a predicate over ``[..., q_len, kv_len]`` is.  Raises Unknown."""
+    if visible.is_false:
+        raise SeesNothing("the mask hides everything")
+    if visible.negated:
+        raise Unknown("the mask is a union of regions, not one band of diagonals")
     lowers: list[Int] = []
     uppers: list[Int] = []
     rows, columns = shape[-2:]
@@ -239,12 +243,14 @@ def checked(spec: MaskSpec, finite: bool, q_len: Int, kv_len: Int) -> MaskProof:
         and (lower is None or upper is None or known(upper - lower >= 0))
     )
     if lower is not None and upper is not None and not known(upper - lower >= 0):
-        raise Unknown("the mask's band is empty, or may be: its lower bound isn't known to be below its upper bound")
+        raise SeesNothing(
+            "the mask's band is empty, or may be: its lower bound isn't known to be below its upper bound"
+        )
     nothing = (upper is not None and known(q_len - 1 + upper < 0)) or (lower is not None and known(lower > kv_len - 1))
     if nothing:
-        raise Unknown("the mask hides everything")
+        raise SeesNothing("the mask hides everything")
     if finite and not rows_see:
-        raise Unknown(
+        raise SeesNothing(
             "a row of the mask may hide every key, and a finite number is added there, so that softmax averages over "
             "all keys; use -inf or a bool mask, or keep the diagonal visible"
         )

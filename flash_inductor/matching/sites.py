@@ -217,7 +217,7 @@ def _autocast(first: products.Product, second: products.Product) -> torch.dtype 
 
 _THROUGH_SCORES = frozenset(
     "add sub rsub mul div tanh where masked_fill cast dropout contiguous clone view reshape flatten unflatten cat "  # noqa: SIM905
-    "clamp transpose permute maximum minimum detach copy".split()
+    "clamp transpose permute max maximum minimum detach copy view_as".split()
 )
 _THROUGH_PROBABILITIES = _THROUGH_SCORES | {"getitem", "slice", "narrow", "setitem"}
 _LOOK_AT = 200
