@@ -14,6 +14,8 @@ import triton.language as tl
 from .blocks import LOG2E, band_mask, clamp_bounds, load_rows, masked_block, store_rows, tanh, visible_range
 from .features import BIAS, DROPOUT, HIDES, MAY_BE_BLIND, block_range, dropout_keep, hide, load_bias, load_own
 
+NEGLIGIBLE = tl.constexpr(-(2.0**20) * 1.4426950408889634)  # lse2 of a row that gives no gradients
+
 
 @triton.jit
 def probs_and_grad(
@@ -58,9 +60,12 @@ def factors(sm_scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def load_lse2(lse_ptr, offs, keep):
-    """Base-2 lse with +inf for rows that see nothing or don't exist, so that their probabilities come out 0."""
+    """Base-2 lse with +inf for rows that see nothing or don't exist, so that their probabilities come out 0.
+
+    So do those of a row that sees only what a bias such as finfo.min hides: lse has no digits for its probabilities.
+    """
     lse2 = tl.load(lse_ptr + offs, mask=keep, other=float("inf")) * LOG2E
-    return tl.where(lse2 == float("-inf"), float("inf"), lse2)  # also what a bias of finfo.min overflows to
+    return tl.where(lse2 < NEGLIGIBLE, float("inf"), lse2)
 
 
 @triton.jit

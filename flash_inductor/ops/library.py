@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import cpu, validate
-from .extras import Extras, grad_sinks, take_extras
+from .extras import grad_sinks, take_extras
 from .layout import empty_like_layout
 from .ranges import block_ranges as _block_ranges
 
@@ -103,8 +103,8 @@ def _attn_backward_fake(
 def _register(device_key: str, module_of: Any) -> None:
     """Register the ``forward`` and ``backward`` of the module that ``module_of()`` returns, checked before they run.
 
-    They get the optional tensors that are given, and a dropout that isn't 0, by keyword; the gradient of the sinks is
-    the same on every device and isn't asked of them.
+    They get the optional tensors that are given by keyword.  ``backward`` returns the gradients of query, key, value
+    and bias; that of the sinks is the same on every device.
     """
 
     def forward(
@@ -113,7 +113,7 @@ def _register(device_key: str, module_of: Any) -> None:
         extras = take_extras(tensors, options)
         options = {**DEFAULTS, **options}  # the dispatcher drops arguments that equal their default
         validate.check_forward(query, key, value, extras=extras, **options)
-        return module_of().forward(query, key, value, **_keywords(extras, options))
+        return module_of().forward(query, key, value, **options, **extras.given())
 
     def backward(
         grad_out: Tensor,
@@ -130,20 +130,14 @@ def _register(device_key: str, module_of: Any) -> None:
         options = {**DEFAULTS, "grad_mask": DEFAULT_GRADS, **options}
         saved = (grad_out, grad_lse, query, key, value, out, lse)
         validate.check_backward(*saved, extras=extras, **options)
-        *asked, want_sinks = options["grad_mask"]
-        options["grad_mask"] = [*asked, False]
-        grads = [*module_of().backward(*saved, **_keywords(extras, options)), query.new_empty((0,))][:4]
+        want_sinks = options["grad_mask"][4]
+        grads = module_of().backward(*saved, **options, **extras.given())
         if want_sinks and extras.sinks is not None:
             return (*grads, grad_sinks(grad_out, grad_lse, out, lse, extras.sinks))
         return (*grads, query.new_empty((0,)))
 
     LIB.impl("attn", forward, device_key)
     LIB.impl("attn_backward", backward, device_key)
-
-
-def _keywords(extras: Extras, options: dict[str, Any]) -> dict[str, Any]:
-    given = {name: value for name, value in options.items() if name != "dropout_p" or value > 0}
-    return {**given, **extras.given()}
 
 
 def _cuda_module() -> Any:
