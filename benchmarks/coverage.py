@@ -3,6 +3,7 @@
     python benchmarks/coverage.py                             all models and modes: the tables of docs/coverage.md
     python benchmarks/coverage.py --check --out cells.json    also compares outputs and gradients with eager
     python benchmarks/coverage.py --families decoder,timm --modes train,right
+    python benchmarks/coverage.py --families more-decoders,more-encoders,more-vision      further architectures
     python benchmarks/coverage.py --models llama,t5 --check --backend inductor
 
 Runs on the CPU.  Sites are counted by ``zoo/detector.py``, which shares no code with the package.  A model is traced,
@@ -28,17 +29,22 @@ from statistics import mean
 os.environ.setdefault("FLASH_INDUCTOR_STRICT", "1")  # an error in the matcher must be seen, not stepped over
 
 import torch
-from zoo import REGISTRY, Entry, build
+from zoo import REGISTRY, Entry
 from zoo.compare import Comparison, compare, has_dropout
 from zoo.measure import Coverage, measure
+from zoo.modes import MAIN, MODES
 
-MODES = ("train", "eval", "right", "left")
 SPLITS = {
     "default implementation, train": lambda c: c.mode == "train" and c.default,
     "default implementation, eval": lambda c: c.mode == "eval",
     "eager implementation, train": lambda c: c.mode == "train" and c.implementation == "eager",
     "right-padded, train": lambda c: c.mode == "right",
     "left-padded, train": lambda c: c.mode == "left",
+    "gradient checkpointing": lambda c: c.mode == "checkpoint",
+    "packed documents": lambda c: c.mode == "packed",
+    "with a KV cache": lambda c: c.mode == "cache",
+    "dynamic=True": lambda c: c.mode == "dynamic",
+    "a 4-D mask as input": lambda c: c.mode == "mask4d",
 }
 
 
@@ -68,26 +74,25 @@ def cells_of(entry: Entry, modes: list[str]) -> list[Cell]:
     """The cells of an entry: in eval its default implementation only, padded if it takes a mask."""
     cells = []
     for mode in modes:
-        if mode in ("right", "left") and not entry.paddable:
-            continue
         for implementation in entry.implementations[: 1 if mode == "eval" else None]:
-            default = implementation == entry.implementations[0]
-            cells.append(Cell(entry.name, entry.family, implementation, default, mode))
+            if MODES[mode].applies(entry):
+                default = implementation == entry.implementations[0]
+                cells.append(Cell(entry.name, entry.family, implementation, default, mode))
     return cells
 
 
 def fill(cell: Cell, check: bool, backend: str | None) -> None:
     """Measure a cell, and compare; a failure is written into it."""
-    train = cell.mode != "eval"
-    padding = cell.mode if cell.mode in ("right", "left") else None
+    mode, entry = MODES[cell.mode], REGISTRY[cell.model]
+    options = {"train": mode.train, "dynamic": mode.dynamic}
     try:
-        model, inputs = build(cell.model, cell.implementation, train=train, padding=padding)
-        if check and not (train and has_dropout(model)):
-            cell.comparison, cell.coverage = compare(model, inputs, train=train, backend=backend)
+        model, inputs = mode.make(entry, cell.implementation)
+        if check and not (mode.train and has_dropout(model)):
+            cell.comparison, cell.coverage = compare(model, inputs, backend=backend, **options)
             return
-        cell.coverage = measure(model, inputs, train=train)
+        cell.coverage = measure(model, inputs, **options)
         if check:
-            cell.comparison, _ = compare(model, inputs, train=train, backend=backend)
+            cell.comparison, _ = compare(model, inputs, backend=backend, **options)
     except Exception as raised:
         error = getattr(raised, "inner_exception", raised)  # Dynamo wraps what a backend raises
         cell.error = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -160,10 +165,19 @@ def left_alone(cells: list[Cell]) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     families = list(dict.fromkeys(e.family for e in REGISTRY.values()))
+    usual = [f for f in families if not f.startswith("more-")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", default=",".join(families), help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--families",
+        default=",".join(usual),
+        help=f"comma-separated, of {', '.join(families)} (default: %(default)s)",
+    )
     parser.add_argument("--models", default="", help="comma-separated; default: all of the families")
-    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--modes",
+        default=",".join(MAIN),
+        help=f"comma-separated, of {', '.join(MODES)} (default: %(default)s)",
+    )
     parser.add_argument("--check", action="store_true", help="compare outputs and gradients with eager")
     parser.add_argument("--backend", help="compile after the pass with this backend to compare (default: none)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write everything there as JSON")

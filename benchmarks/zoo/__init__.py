@@ -4,7 +4,7 @@ Nothing is downloaded: every model is made from a config class.  A library that 
 away.  :data:`REGISTRY` holds the entries; :func:`build` makes one.
 """
 
-from . import decoders, encoders, handwritten, libraries
+from . import decoders, encoders, handwritten, libraries, more, more_encoders
 from .registry import REGISTRY, Entry, build
 
-__all__ = ["REGISTRY", "Entry", "build", "decoders", "encoders", "handwritten", "libraries"]
+__all__ = ["REGISTRY", "Entry", "build", "decoders", "encoders", "handwritten", "libraries", "more", "more_encoders"]

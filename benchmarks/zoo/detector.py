@@ -133,6 +133,8 @@ def _from_softmax(softmax: fx.Node) -> Detected | None:
         return None
     before: list[fx.Node] = []
     here = tensors(softmax)[0]
+    if distance_to_product(here) is None:
+        return None
     while not (name(here) in PRODUCTS and len(tensors(here)) >= 2):
         near = [(steps, i, x) for i, x in enumerate(tensors(here)) if (steps := distance_to_product(x)) is not None]
         if not near or len(before) > 40:
