@@ -204,7 +204,7 @@ def make_problem(query: Tensor, key: Tensor, spec: AttentionSpec, dropout_p: flo
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
     band = support.effective_mask(spec.mask, q_len, kv_len)
-    first = 0 if band.upper is None else max(0, -band.upper)
+    first = 0 if band.upper is None else min(q_len, max(0, -band.upper))
     stop = q_len if band.lower is None else min(q_len, kv_len - band.lower)
     if kv_len == 0 or (band.lower is not None and band.upper is not None and band.lower > band.upper):
         stop = first
@@ -223,7 +223,7 @@ def make_problem(query: Tensor, key: Tensor, spec: AttentionSpec, dropout_p: flo
         dropout_p,
         extras,
         torch.float64 if query.dtype is torch.float64 else torch.float32,
-        range(min(first, q_len), max(min(first, q_len), stop)),
+        range(first, max(first, stop)),
         extras.bias is not None and bool((extras.bias == -math.inf).any()),
         None if ranges is None else ranges.tolist(),
     )
