@@ -19,13 +19,15 @@ def dropped(heads: Tensor, rows: range, columns: range, dropout_p: float, rng_st
     first = columns.start // 4
     groups = torch.arange(first, (columns.stop + 3) // 4)
     drop = torch.empty((heads.numel(), len(rows), len(groups), 4), dtype=torch.bool)
-    step = max(1, _CHUNK // max(1, len(groups)))
-    for index, head in enumerate(heads.flatten().tolist()):
-        for start in range(0, len(rows), step):
-            queries = torch.arange(rows[start], rows[start] + min(step, len(rows) - start)).unsqueeze(1)
-            words = _philox(groups, queries, torch.tensor(head), offset & _LOW, seed & _LOW, (seed >> 32) & _LOW)
+    row_step = max(1, _CHUNK // max(1, len(groups)))
+    head_step = max(1, _CHUNK // max(1, len(groups) * len(rows)))
+    for some_heads, head_part in zip(drop.split(head_step), heads.reshape(-1, 1, 1).split(head_step), strict=True):
+        for start in range(0, len(rows), row_step):
+            part = some_heads[:, start : start + row_step]
+            queries = torch.arange(rows.start + start, rows.start + start + part.shape[1]).unsqueeze(1)
+            words = _philox(groups, queries, head_part, offset & _LOW, seed & _LOW, (seed >> 32) & _LOW)
             for i, word in enumerate(words):
-                torch.lt(word, threshold, out=drop[index, start : start + step, :, i])
+                torch.lt(word, threshold, out=part[..., i])
     skip = columns.start - 4 * first
     return drop.flatten(2)[..., skip : skip + len(columns)].view(*heads.shape, len(rows), len(columns))
 
