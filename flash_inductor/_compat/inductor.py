@@ -24,6 +24,7 @@ from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, aut
 from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._sympy.functions import FloorDiv
 
 IRNode = Any  # TensorBox: a tensor of the graph being lowered
 Expr = Any  # int | sympy.Expr: a size
@@ -99,6 +100,11 @@ def strided_input(x: IRNode) -> IRNode:
     return contiguous_input(x)
 
 
+def any_input(x: IRNode) -> IRNode:
+    """``x`` as the input of a template: in memory, strides final, whatever they are."""
+    return _realized(x)
+
+
 def contiguous_input(x: IRNode) -> IRNode:
     """``x`` as a contiguous input of a template."""
     return _realized(ExternKernel.require_contiguous(x))
@@ -112,6 +118,24 @@ def _realized(x: IRNode) -> IRNode:
     return realized
 
 
+def expanded_dims(argument: str) -> list[int]:
+    """The dims of an argument of the node being lowered in which it has stride 0 and more than one element."""
+    node = V.graph.current_node
+    names = [a.name for a in node.target._schema.arguments]
+    position = names.index(argument)
+    value = (node.args[position] if position < len(node.args) else node.kwargs[argument]).meta["val"]
+    return [
+        dim
+        for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True))
+        if isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size <= 1)
+    ]
+
+
+def ceil_div(size: Expr, step: int) -> Expr:
+    """How many steps cover a size."""
+    return FloorDiv(sympy.sympify(size) + (step - 1), step)
+
+
 def output_layout(index: int) -> FixedLayout:
     """Layout of an output of the node being lowered: exactly what the op's fake said."""
     value = V.graph.current_node.meta["val"][index]
@@ -123,10 +147,10 @@ def output_layout(index: int) -> FixedLayout:
     )
 
 
-def contiguous_layout(x: IRNode) -> FixedLayout:
-    """The layout of a contiguous tensor of the shape, dtype and device of ``x``."""
-    size = list(x.get_size())
-    return FixedLayout(x.get_device(), x.get_dtype(), size, FlexibleLayout.contiguous_strides(size))
+def contiguous_layout(x: IRNode, size: Sequence[Expr] | None = None, dtype: torch.dtype | None = None) -> FixedLayout:
+    """The layout of a contiguous tensor on the device of ``x``; of its shape and dtype unless others are given."""
+    size = list(x.get_size() if size is None else size)
+    return FixedLayout(x.get_device(), dtype or x.get_dtype(), size, FlexibleLayout.contiguous_strides(size))
 
 
 def output_is_used(index: int) -> bool:

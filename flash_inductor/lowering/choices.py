@@ -10,7 +10,9 @@ from typing import Any
 from .._compat import inductor
 from .._compat.inductor import Expr, IRNode
 from ..kernels.configs import Config, Kind, configs
+from ..kernels.grad_bias import CHUNK
 from ..ops import cuda as eager
+from .features import Optionals
 
 log = logging.getLogger(__name__)
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -29,16 +31,24 @@ def key_grid(batch_heads: Any, length: Any, meta: dict[str, Any], *, cdiv: Any) 
     return cdiv(length, meta["BLOCK_N"]) * batch_heads, 1, 1
 
 
+@inductor.SymbolicGridFn
+def bias_grid(batch_heads: Any, q_len: Any, kv_len: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int]:
+    """One program for each tile of each matrix of the bias, or for each chunk of rows or keys that are summed."""
+    rows = cdiv(q_len, CHUNK if meta["SUM_ROWS"] else meta["BLOCK_M"])
+    return rows * cdiv(kv_len, CHUNK if meta["SUM_COLS"] else meta["BLOCK_N"]) * batch_heads, 1, 1
+
+
 def load_template(name: str, grid: Any) -> Any:
     """The template in ``templates/<name>.py.jinja``, called flashbwd_<name> in kernels and logs."""
-    return inductor.template(f"flashbwd_{name}", grid, (_TEMPLATES / f"{name}.py.jinja").read_text())
+    files = ("common.jinja", f"{name}.py.jinja")
+    return inductor.template(f"flashbwd_{name}", grid, "".join((_TEMPLATES / file).read_text() for file in files))
 
 
-def candidates(kind: Kind, query: IRNode, constants: dict[str, Any]) -> tuple[Config, ...]:
+def candidates(kind: Kind, query: IRNode, constants: dict[str, Any], pair_bytes: int) -> tuple[Config, ...]:
     """Configurations to offer; those that ask for more shared memory than the device has are left out."""
     capability, shared_memory = eager.device_limits(query.get_device().index or 0)
     itemsize = query.get_dtype().itemsize
-    found = configs(kind, capability, constants["BLOCK_D"], constants["BLOCK_DV"], itemsize, shared_memory)
+    found = configs(kind, capability, constants["BLOCK_D"], constants["BLOCK_DV"], itemsize, shared_memory, pair_bytes)
     return found if inductor.max_autotune() else found[:1]
 
 
@@ -50,13 +60,17 @@ def launch(
     call_sizes: Sequence[Expr],
     constants: dict[str, Any],
     mutated: Sequence[IRNode] = (),
+    *,
+    extra: Optionals,
 ) -> IRNode | None:
     """The template's output in the best configuration; None if none of them can be rendered.
 
-    ``inputs`` start with query; ``mutated`` are the inputs that the kernel writes.
+    ``inputs`` start with query; those of ``extra`` and ``mutated``, the ones the kernel writes, follow them.
     """
+    inputs = [*inputs, *extra.inputs, *mutated]
+    constants = {**constants, **extra.constants}
     choices: list[Any] = []
-    for config in candidates(kind, inputs[0], constants):
+    for config in candidates(kind, inputs[0], constants, extra.pair_bytes):
         error = inductor.append_choice(
             to=choices,
             of=template,

@@ -6,8 +6,10 @@ from typing import Any
 
 from .._compat import inductor
 from .._compat.inductor import IRNode
+from ..ops.extras import take_extras
 from ..ops.library import DEFAULTS, attn
 from .choices import launch, load_template, query_grid
+from .features import optionals, realize
 from .problem import template_constants
 
 _call_op = inductor.fallback(attn)
@@ -15,13 +17,15 @@ _template = load_template("forward", query_grid)
 
 
 @inductor.lowering(attn)
-def lower_attn(query: IRNode, key: IRNode, value: IRNode, *extras: IRNode | None, **options: Any) -> Any:
+def lower_attn(query: IRNode, key: IRNode, value: IRNode, *tensors: IRNode | None, **keywords: Any) -> Any:
     """One template that stores out, and lse if something reads it."""
-    if any(x is not None for x in extras) or options.keys() - DEFAULTS.keys() or options.get("dropout_p"):
-        return _call_op(query, key, value, *extras, **options)
-    constants = template_constants(query, key, value, (), {**DEFAULTS, **options})
+    options = {**DEFAULTS, **keywords}
+    extras = take_extras(tensors, options)
+    constants = template_constants(query, key, value, (), options)
     if constants is None:
-        return _call_op(query, key, value, **options)
+        return _call_op(query, key, value, *tensors, **keywords)
+    extras = realize(extras)
+    extra = optionals(extras, options["dropout_p"], extras.key_range, with_sinks=True)
     inputs = [inductor.strided_input(x) for x in (query, key, value)]
     # A template has one output; what else it writes is an input allocated beforehand and marked as mutated.
     store_lse = inductor.output_is_used(1)
@@ -31,12 +35,13 @@ def lower_attn(query: IRNode, key: IRNode, value: IRNode, *extras: IRNode | None
     out = launch(
         _template,
         "fwd",
-        [*inputs, *mutated],
+        inputs,
         inductor.output_layout(0),
         [batch * heads, q_len],
         {**constants, "STORE_LSE": store_lse},
         mutated,
+        extra=extra,
     )
     if out is None:
-        return _call_op(query, key, value, **options)
+        return _call_op(query, key, value, *tensors, **keywords)
     return out, mutated[0] if store_lse else None

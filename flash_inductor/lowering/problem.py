@@ -119,5 +119,4 @@ def template_constants(
         "HAS_SOFTCAP": softcap is not None,
         "PRECISION": repr(eager.dot_precision(dtype)),  # written into the kernel's text as it is
         "FAST_TANH": dtype is torch.bfloat16,
-        "FEATURES": 0,
     }

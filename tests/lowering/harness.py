@@ -71,7 +71,9 @@ def execute(cases: dict[str, Case]) -> dict[str, tuple[fakecuda.Lowered, list[fl
         lowered[name] = fakecuda.lower(case.function, case.inputs, **case.settings)
         needs_grad = [x.requires_grad for x in case.inputs]
         for inputs in case.runs or [case.inputs]:
-            reference_inputs = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+            reference_inputs = [
+                x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs
+            ]
             reference = case.function(*reference_inputs)
             tangent = torch.randn_like(reference).to(inputs[0].dtype)
             values = [reference.detach()]
