@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import canonical, closed, effects, mha, products
+from . import canonical, closed, effects, encoder_layer, mha, products
 from .canonical import call, tensor, value
 
 _MAX_NODES = 400  # a mask takes some dozens; what takes more is no mask
@@ -101,8 +101,9 @@ def _read_by_scores(graph: fx.Graph) -> list[fx.Node]:
     pending: list[Any] = []
     for node in graph.nodes:
         c = call(node)
-        if mha.is_call(node):
-            pending += [node.kwargs.get("attn_mask"), node.kwargs.get("key_padding_mask")]
+        opener = next((m for m in (mha, encoder_layer) if m.is_call(node)), None)
+        if opener is not None:
+            pending += opener.masks(node)
         elif c is not None and c.op == "sdpa":
             pending.append(c.get("attn_mask"))
         elif c is not None and c.op == "softmax":

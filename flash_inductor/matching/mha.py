@@ -29,20 +29,31 @@ def is_call(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is F.multi_head_attention_forward
 
 
+def masks(node: fx.Node) -> list[Any]:
+    """The arguments of a call that are masks, or None."""
+    return [_arguments(node)[name] for name in ("attn_mask", "key_padding_mask")]
+
+
 @dataclass
 class Opened:
-    """The nodes put in front of a call: the attention and, computed from it, what the call returns first."""
+    """The nodes put in front of a call: the attention and, computed from it, what the call returns.
+
+    ``first_of_several``: the call returns a tuple, and ``result`` is what is first in it.
+    """
 
     node: fx.Node
     sdpa: fx.Node
     result: fx.Node
     emitter: Emitter
+    first_of_several: bool = True
 
     def close(self) -> None:
         self.emitter.undo()
 
     def commit(self) -> None:
         """Use the opened form instead of the call."""
+        if not self.first_of_several:
+            self.node.replace_all_uses_with(self.result)
         for user in list(self.node.users):
             user.replace_all_uses_with(self.result)
             self.node.graph.erase_node(user)
@@ -51,12 +62,7 @@ class Opened:
 
 def open_call(program: Program, node: fx.Node) -> Opened:
     """Emit the projections, SDPA and the output projection of a call.  Raises Refused, the graph as it was."""
-    try:
-        bound = _SIGNATURE.bind(*node.args, **node.kwargs)
-    except TypeError as error:
-        raise Refused(f"the arguments of {FORM} aren't understood: {error}") from error
-    bound.apply_defaults()
-    args = bound.arguments
+    args = _arguments(node)
     outputs = canonical.value(node)
     if not isinstance(outputs, (tuple, list)) or not isinstance(outputs[0], torch.Tensor):
         raise Refused(f"the shapes of {FORM} are not known")
@@ -83,6 +89,12 @@ def open_call(program: Program, node: fx.Node) -> Opened:
     except Exception:
         emitter.undo()
         raise
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    bound = _SIGNATURE.bind(*node.args, **node.kwargs)  # Dynamo has run it with these arguments
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _check_users(node: fx.Node) -> None:

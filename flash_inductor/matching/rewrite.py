@@ -14,7 +14,7 @@ from .._compat import buffers
 from ..config import get_config
 from ..report import Site, record
 from ..spec import AttentionSpec
-from . import bodies, emit, locate, mha, safety, sites
+from . import bodies, emit, encoder_layer, locate, mha, safety, sites
 from .operands import check_kept
 from .plan import Plan
 from .program import Program, Refused
@@ -55,10 +55,13 @@ def rewrite_graph(graph: fx.Graph, *, apply: bool = True, outer: fx.GraphModule 
 def _rewrite(graph: fx.Graph) -> list[Site]:
     found: list[Site] = []
     program = Program(graph)
-    for anchor in [n for n in graph.nodes if sites.is_anchor(n) or mha.is_call(n)]:
+    for anchor in list(graph.nodes):
         replace: Callable[[Program, _Outcome], None]
-        if mha.is_call(anchor):
-            form, place, replace = mha.FORM, anchor, partial(_replace_inside, anchor)
+        opener = next((m for m in (mha, encoder_layer) if m.is_call(anchor)), None)
+        if opener is not None:
+            form, place, replace = opener.FORM, anchor, partial(_replace_inside, anchor, opener.open_call)
+        elif not sites.is_anchor(anchor):
+            continue
         else:
             match = sites.find(program, anchor)
             if match is None:
@@ -89,9 +92,11 @@ def _rewrite(graph: fx.Graph) -> list[Site]:
     return found
 
 
-def _replace_inside(node: fx.Node, program: Program, outcome: _Outcome) -> None:
-    """Replace the attention inside an ``F.multi_head_attention_forward``.  Raises Refused, the graph unchanged."""
-    opened = mha.open_call(program, node)
+def _replace_inside(
+    node: fx.Node, open_call: Callable[[Program, fx.Node], mha.Opened], program: Program, outcome: _Outcome
+) -> None:
+    """Replace the attention inside a call that does more.  Raises Refused, the graph unchanged."""
+    opened = open_call(program, node)
     try:
         inner = Program(node.graph, program)
         match = sites.find(inner, opened.sdpa)
