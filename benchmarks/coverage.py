@@ -98,6 +98,18 @@ def fill(cell: Cell, check: bool, backend: str | None) -> None:
         cell.error = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
+def load(paths: list[Path]) -> list[Cell]:
+    """The cells of earlier runs; a cell that is in several is the last one's."""
+    found: dict[tuple[str, str, str], Cell] = {}
+    for path in paths:
+        for data in json.loads(path.read_text()):
+            parts = {"coverage": Coverage, "comparison": Comparison}
+            made = {name: kind(**data[name]) if data[name] else None for name, kind in parts.items()}
+            cell = Cell(**{**data, **made})
+            found[cell.model, cell.implementation, cell.mode] = cell
+    return list(found.values())
+
+
 def line(cell: Cell) -> str:
     start = f"{cell.model:26} {cell.implementation:8} {cell.mode:6}"
     if cell.error is not None and cell.coverage is None:
@@ -163,6 +175,10 @@ def left_alone(cells: list[Cell]) -> str:
     return "\n".join(rows)
 
 
+def tables(cells: list[Cell]) -> str:
+    return "\n\n".join((summary(cells), table(cells), left_alone(cells)))
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     families = list(dict.fromkeys(e.family for e in REGISTRY.values()))
     usual = [f for f in families if not f.startswith("more-")]
@@ -180,6 +196,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--check", action="store_true", help="compare outputs and gradients with eager")
     parser.add_argument("--backend", help="compile after the pass with this backend to compare (default: none)")
+    parser.add_argument("--show", nargs="+", type=Path, metavar="FILE", help="print the tables of earlier runs' --out")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write everything there as JSON")
     args = parser.parse_args(argv)
     for option, known in (("families", families), ("models", list(REGISTRY)), ("modes", list(MODES))):
@@ -192,6 +209,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.show:
+        print(tables(load(args.show)))
+        return 0
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     chosen = [REGISTRY[m] for m in args.models] or [e for e in REGISTRY.values() if e.family in args.families]
@@ -205,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
             print(line(cell), flush=True)
             if args.out is not None:  # after each cell: an interrupted run keeps what it measured
                 args.out.write_text(json.dumps([asdict(c) for c in cells], indent=1) + "\n")
-    print(f"\n{summary(cells)}\n\n{table(cells)}\n\n{left_alone(cells)}\n")
+    print(f"\n{tables(cells)}\n")
     if missing:
         print(f"not installed, their models are left out: {', '.join(sorted(missing))}")
     print(f"torch {torch.__version__}, {len(cells)} cells in {time.perf_counter() - begin:.0f} s")
