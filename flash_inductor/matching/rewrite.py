@@ -123,6 +123,7 @@ def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
         raise Refused(f"the tensors are on {', '.join(str(x.device) for x in values)}; one of cpu and cuda is needed")
     if device.type == "cpu" and get_config().cpu == "off":
         raise Refused("attention on the CPU is left alone (FLASH_INDUCTOR_CPU=off)")
+    safety.check_worth(device, plan.query.size(plan.query.length))
     for role, sizes in zip(("query", "key", "value"), map(plan.shape, plan.inputs), strict=True):
         if not isinstance(sizes[1], int) or not isinstance(sizes[3], int):
             raise Refused(

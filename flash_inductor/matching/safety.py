@@ -26,6 +26,19 @@ def changes_mode(node: fx.Node) -> bool:
     return _name(node) in _AUTOCAST or _name(node) in _GRAD_MODE or _name(node) == _SDPA_KERNEL
 
 
+def without_grad(program: Program) -> frozenset[fx.Node]:
+    """The nodes that run while gradients are off; metadata doesn't tell, a view made there still requires one."""
+    enabled, inference, found = torch.is_grad_enabled(), 0, set[fx.Node]()
+    for node in program.nodes:
+        name = _name(node)
+        if name in ("_set_grad_enabled", "set_grad_enabled"):
+            enabled = bool(node.args[0]) if node.args else False
+        inference += (name == "_enter_inference_mode") - (name == "_exit_inference_mode")
+        if not enabled or inference:
+            found.add(node)
+    return frozenset(found)
+
+
 def value_users(node: fx.Node) -> list[fx.Node]:
     """The users that read more of a tensor than its shape, dtype and device."""
     return [u for u in node.users if node in effects.data_inputs(u)]
@@ -98,6 +111,16 @@ def check_tensor(node: fx.Node, role: str) -> torch.Tensor:
     if not value.dtype.is_floating_point:
         raise Refused(f"the {role} is {value.dtype}")
     return value
+
+
+def check_worth(device: torch.device, q_len: int | torch.SymInt | None) -> None:
+    """Raise Refused for a step of decoding on a GPU.
+
+    One query against a cache reads the keys and values once whatever the kernel, and a kernel that gives each block of
+    queries to one program leaves most of the GPU idle, where the stock ones split the keys.
+    """
+    if device.type == "cuda" and isinstance(q_len, int) and q_len == 1:
+        raise Refused("a decoding step with one query; the stock kernels split its keys over the GPU")
 
 
 def written_after(program: Program, node: fx.Node) -> bool:
