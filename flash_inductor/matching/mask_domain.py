@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+NEGLIGIBLE = -1e4  # a score this far below the others has no weight left after softmax
 Int = Any  # int | torch.SymInt
 Shape = Sequence[Int]
 

@@ -24,7 +24,7 @@ from .mask_domain import (
     simplify,
 )
 from .mask_ops import EXACT_DTYPES, VALUE_HANDLERS, arg_shape_of, dtype_of, shape_of
-from .mask_reads import Sum, opaque
+from .mask_reads import Sum, is_loose, opaque
 from .mask_shapes import SHAPE_HANDLERS
 
 _HANDLERS = {**VALUE_HANDLERS, **SHAPE_HANDLERS}
@@ -53,11 +53,19 @@ class Interpreter:
 
     ``leaf`` gives the value of a placeholder or get_attr (a buffer that may be read), or None for an unknown one.
     With ``reads``, what isn't known otherwise is a value that is read from the graph (mask_reads.py) instead of Top.
+    ``without_grad``: nodes that run while gradients are off.
     """
 
-    def __init__(self, leaf: Callable[[fx.Node], Value | None], *, reads: bool = False) -> None:
+    def __init__(
+        self,
+        leaf: Callable[[fx.Node], Value | None],
+        *,
+        reads: bool = False,
+        without_grad: frozenset[fx.Node] = frozenset(),
+    ) -> None:
         self.leaf = leaf
         self.reads = reads
+        self.without_grad = without_grad
         self.values: dict[fx.Node, Value] = {}
 
     def run(self, node: fx.Node, at: fx.Node) -> Value:
@@ -73,6 +81,8 @@ class Interpreter:
             except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
                 # arguments of a form the handlers don't expect must not break the compilation
                 value = Top(f"the mask is made with `{_target(current)}` in a way that isn't understood ({error})")
+            if self.reads and is_loose(value):
+                value = Top("too little is known of the mask's numbers")
             written = value if len(targets) == 1 else Top(f"`{_target(current)}` writes to the mask")
             if self.reads and isinstance(value, Top):
                 value = mask_sums.unknown_value(self, current)
@@ -108,8 +118,10 @@ class Interpreter:
 
     def cuts_gradient(self, node: fx.Node, value: Value) -> bool:
         """Whether the gradient ends at ``node`` (detach, no_grad), so that what lies under it must not be used."""
+        if not isinstance(value, Sum) or not value.needs_grad():
+            return False
         tensor = canonical.tensor(node)
-        return isinstance(value, Sum) and value.needs_grad() and (tensor is None or not tensor.requires_grad)
+        return tensor is None or not tensor.requires_grad or node in self.without_grad
 
     def _evaluate(self, node: fx.Node) -> Value:
         if node.op in ("placeholder", "get_attr"):

@@ -35,7 +35,6 @@ from .mask_domain import (
 if TYPE_CHECKING:
     from .mask_interpreter import Interpreter
 
-NEGLIGIBLE = -1e4  # a score this far below the others has no weight left after softmax
 # an integer index is exact in these; narrower types round or wrap around within the sizes masks have
 EXACT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from . import canonical
-from .mask_domain import Affine, Linear, Pred, TwoValued, Unknown, Value, axis, simplify
+from .mask_domain import NEGLIGIBLE, Affine, Linear, Pred, TwoValued, Unknown, Value, axis, simplify
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,26 @@ def depends(value: Value) -> set[int]:
         return _dims([value.linear])
     if isinstance(value, Sum):
         return depends(value.rest).union(*(read.dims for read, _ in value.terms))
-    if isinstance(value, TwoValued):
+    if isinstance(value, TwoValued) and all(_exact(value)):
         atoms = value.where.atoms
         return _dims([a for a in atoms if isinstance(a, Linear)]).union(
             *(a.read.dims for a in atoms if isinstance(a, Truth))
         )
-    raise Unknown("nothing is known of a value")
+    raise Unknown("a value varies in a way that isn't known")
+
+
+def _exact(value: TwoValued) -> list[bool]:
+    """Whether it is known which number each side holds."""
+    sides = [(~value.where, value.no), (value.where, value.yes)]
+    return [low == high for where, (low, high) in sides if not where.is_false]
+
+
+def is_loose(value: Value) -> bool:
+    """Whether so little is known of two numbers that it is better to read the tensor: one of them may be 0 or not."""
+    if not isinstance(value, TwoValued) or all(_exact(value)):
+        return False
+    sides = [(~value.where, value.no), (value.where, value.yes)]
+    return any(low != high and high > NEGLIGIBLE for where, (low, high) in sides if not where.is_false)
 
 
 def _dims(linears: Sequence[Linear]) -> set[int]:

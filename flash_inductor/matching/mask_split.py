@@ -17,11 +17,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..spec import MaskSpec
-from . import canonical, closed, masks
+from . import canonical, closed, masks, safety
 from .canonical import Arg
-from .mask_domain import Linear, Pred, TwoValued, Unknown, Value, broadcast, simplify
+from .mask_domain import NEGLIGIBLE, Linear, Pred, TwoValued, Unknown, Value, broadcast, simplify
 from .mask_interpreter import Interpreter
-from .mask_ops import NEGLIGIBLE
 from .mask_packed import bands_within_segments
 from .mask_reads import Read, Sum, Truth
 from .masks import MaskProof, Refusal
@@ -82,9 +81,10 @@ class _Splitter:
 
         tensor = canonical.tensor(mask)
         assert tensor is not None  # the caller looked
+        off = safety.without_grad(self.program)
         try:
             with unset_fake_temporarily(), torch.no_grad():
-                value = Interpreter(leaf, reads=True).run(mask, self.place.at)
+                value = Interpreter(leaf, reads=True, without_grad=off).run(mask, self.place.at)
                 shape = [simplify(s) for s in tensor.shape]
                 return broadcast(value, shape, [simplify(s) for s in self.place.table])
         except Unknown:
@@ -178,7 +178,7 @@ class _Splitter:
             )
         band = self._band_of(value, kind, finite)
         if self._hides_a_row(mask, kind, finite):
-            raise Refused(self.reason)
+            raise Refused("a row of the mask hides every key, so that softmax averages over all of them")
         part = Part.whole(mask, place.at, place.table)
         return replace(band, operands=Operands(mask=(replace(part, negated=kind == "drop"),)))
 
@@ -219,7 +219,7 @@ class _Splitter:
                 pass
         with unset_fake_temporarily(), torch.no_grad():
             real = closed.evaluate(mask, self.place.at, masks.readable)
-            if not isinstance(real, str) and real.tensor.dim() and real.tensor.is_floating_point():
+            if not isinstance(real, str) and real.tensor.dim():
                 added = real.tensor.double() * self.place.factor
                 if bool((added.amax(-1) <= NEGLIGIBLE).any()):
                     raise Refused("a row of the mask hides every key, so that softmax averages over all of them")

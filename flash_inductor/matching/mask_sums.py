@@ -12,9 +12,9 @@ from torch import fx
 
 from . import canonical, effects
 from .canonical import Arg, Call
-from .mask_domain import Affine, Interval, TwoValued, Unknown, Value, combine, constant, constant_of
-from .mask_ops import COMPARISON, NEGLIGIBLE, dtype_of, rounded, shape_of, truth
-from .mask_reads import Claim, Read, Sum, depends, opaque
+from .mask_domain import NEGLIGIBLE, Affine, Interval, TwoValued, Unknown, Value, combine, constant, constant_of
+from .mask_ops import COMPARISON, dtype_of, rounded, shape_of, truth
+from .mask_reads import Claim, Read, Sum, depends, is_loose, opaque
 
 if TYPE_CHECKING:
     from .mask_interpreter import Interpreter
@@ -34,7 +34,8 @@ def unknown_value(self: Interpreter, node: fx.Node) -> Value:
         try:
             self.check_arguments(c)
             value = handler(self, c)
-            if not self.cuts_gradient(result, value):
+            loose = isinstance(value, Sum) and is_loose(value.rest)
+            if not loose and not self.cuts_gradient(result, value):
                 return value
         except (Unknown, KeyError, TypeError, ValueError, OverflowError):
             pass

@@ -20,9 +20,8 @@ from ..config import get_config
 from ..spec import Int, MaskSpec
 from . import canonical, closed, effects
 from .canonical import Arg
-from .mask_domain import Linear, Pred, Top, TwoValued, Unknown, Value, broadcast, known, same, simplify
+from .mask_domain import NEGLIGIBLE, Linear, Pred, Top, TwoValued, Unknown, Value, broadcast, known, same, simplify
 from .mask_interpreter import Interpreter
-from .mask_ops import NEGLIGIBLE
 from .operands import NO_OPERANDS, Operands
 
 

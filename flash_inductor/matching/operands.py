@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from ..ops.library import block_ranges
 from .canonical import tensor
 from .mask_domain import Linear, axis, known
 from .program import Refused, same_size
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .products import Label
 
 aten = torch.ops.aten
+BLOCK_RANGES = block_ranges
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def arguments(e: Emitter, plan: Plan, table: Table | None, given: Operands) -> d
         return {}
     found: dict[str, Any] = {}
     if given.bias:
-        biases = [_scaled(e, _pairs(e, plan, table, part), part.factor) for part in given.bias]
+        biases = [_scaled(e, _floating(e, _pairs(e, plan, table, part)), part.factor) for part in given.bias]
         found["bias"] = _folded(e, aten.add.Tensor, biases)
     if given.mask:
         found["mask"] = _folded(e, aten.bitwise_and.Tensor, [_pairs(e, plan, table, part) for part in given.mask])
@@ -220,7 +222,7 @@ def _ranges(e: Emitter, plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
         return {}
     lengths = [e.size(x, x.length) for x in (plan.query, plan.key)]
     segments = [found.get(name) for name in ("query_segments", "key_segments")]
-    both = e.call(torch.ops.flashbwd.block_ranges.default, found["mask"] if padding else None, *segments, *lengths)
+    both = e.call(BLOCK_RANGES, found["mask"] if padding else None, *segments, *lengths)
     return {name: e.call(operator.getitem, both, i) for i, name in enumerate(("key_range", "query_range"))}
 
 
@@ -229,6 +231,11 @@ def _folded(e: Emitter, target: Any, nodes: list[fx.Node]) -> fx.Node:
     for node in nodes[1:]:
         total = e.call(target, total, node)
     return total
+
+
+def _floating(e: Emitter, node: fx.Node) -> fx.Node:
+    floating = tensor(node).is_floating_point()  # type: ignore[union-attr] # emitted with its value
+    return node if floating else e.call(aten.to.dtype, node, torch.float32)
 
 
 def _scaled(e: Emitter, node: fx.Node, factor: float) -> fx.Node:
