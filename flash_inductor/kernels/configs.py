@@ -134,7 +134,7 @@ def configs(
         block_d, block_dv: padded head dims of query/key and of value.
         itemsize: bytes of an input element.
         max_shared_memory: bytes a block may use; None means no limit.
-        pair_bytes: bytes of bias and mask that are read for each pair of a query and a key.
+        pair_bytes: bytes of bias, mask and dropout for each pair of a query and a key.
     """
     bucket = max(64, block_d, block_dv)
     tables = [_SMALL] if itemsize > 2 else [{9: _HOPPER, 10: _BLACKWELL}.get(capability // 10, _AMPERE), _SMALL]

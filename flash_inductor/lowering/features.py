@@ -16,7 +16,7 @@ from ..ops.extras import Extras
 
 @dataclass(frozen=True)
 class Optionals:
-    """What one template gets beside its own inputs; ``pair_bytes`` are read for each pair of a query and a key."""
+    """What one template gets beside its own inputs; ``pair_bytes`` as in ``kernels.configs.configs``."""
 
     inputs: list[IRNode]
     constants: dict[str, Any]
@@ -89,4 +89,4 @@ def optionals(extras: Extras, dropout_p: float, span: IRNode | None, with_sinks:
         for x, name in ((extras.bias, "BIAS_DIMS"), (extras.mask, "MASK_DIMS"))
         if x is not None and "mn" in dims[name]
     )
-    return Optionals([x for x in inputs if x is not None], constants, pair_bytes)
+    return Optionals([x for x in inputs if x is not None], constants, pair_bytes + (dropout is not None))

@@ -54,7 +54,7 @@ def forward(
     sizes, constants = _arguments(query, key, value, mask, scale, softcap)
     extras = _with_ranges(Extras(**tensors), q_len, value.shape[2])
     feats, chosen = pack(extras, heads, dropout_p, extras.key_range, with_sinks=True)
-    c = config or _configs("fwd", query, value, extras)[0]
+    c = config or _configs("fwd", query, value, pair_bytes(extras, dropout_p))[0]
     with _device(query):
         forward_kernel[(triton.cdiv(q_len, c.block_m) * batch * heads,)](
             query, key, value, out, lse,
@@ -123,23 +123,24 @@ def backward(
     extras = _with_ranges(extras, q_len, kv_len)
     inputs = (grad_out, query, key, value)
     strides = [s for x in inputs for s in x.stride()[:3]]
+    extra_bytes = pair_bytes(extras, dropout_p)
     with _device(query):
         if want_query:
-            c = dq_config or _configs("dq", query, value, extras)[0]
+            c = dq_config or _configs("dq", query, value, extra_bytes)[0]
             feats, chosen = pack(extras, heads, dropout_p, extras.key_range)
             grad_query_kernel[(triton.cdiv(q_len, c.block_m) * batch * heads,)](
                 *inputs, lse, delta, grad_query, *strides, *grad_query.stride()[:3], *sizes, feats,
                 **constants, **_meta(c), FEATURES=chosen, ALIGN=_align(*inputs, grad_query),
             )  # fmt: skip
         if want_key or want_value:
-            c = dkdv_config or _configs("dkdv", query, value, extras)[0]
+            c = dkdv_config or _configs("dkdv", query, value, extra_bytes)[0]
             feats, chosen = pack(extras, heads, dropout_p, extras.query_range)
             grad_key_value_kernel[(triton.cdiv(kv_len, c.block_n) * batch * kv_heads,)](
                 *inputs, lse, delta, grad_key, grad_value, *strides, *grad_key.stride()[:3], *grad_value.stride()[:3],
                 *sizes, feats, **constants, **_meta(c), FEATURES=chosen, ALIGN=_align(*inputs, grad_key, grad_value),
             )  # fmt: skip
         if want_bias and extras.bias is not None:
-            c = dbias_config or _configs("dbias", query, value, extras)[0]
+            c = dbias_config or _configs("dbias", query, value, extra_bytes)[0]
             _grad_bias(grad_bias, inputs, (lse, delta), sizes, constants, c, pack(extras, heads, dropout_p, None))
     return asked()
 
@@ -212,10 +213,10 @@ def device_limits(index: int) -> tuple[int, int | None]:
     return props.major * 10 + props.minor, getattr(props, "shared_memory_per_block_optin", None)
 
 
-def _configs(kind: Kind, query: Tensor, value: Tensor, extras: Extras) -> tuple[Config, ...]:
+def _configs(kind: Kind, query: Tensor, value: Tensor, extra_bytes: int) -> tuple[Config, ...]:
     capability, limit = device_limits(query.device.index) if query.is_cuda else (0, None)
     blocks = block_dim(query.shape[3]), block_dim(value.shape[3])
-    return configs(kind, capability, *blocks, query.element_size(), limit, pair_bytes(extras))
+    return configs(kind, capability, *blocks, query.element_size(), limit, extra_bytes)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

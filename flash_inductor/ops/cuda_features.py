@@ -33,10 +33,10 @@ def _rows(x: Tensor) -> tuple[Tensor, int]:
     return x, 0 if x.shape[0] == 1 else x.stride(0)
 
 
-def pair_bytes(extras: Extras) -> int:
-    """Bytes that are read for each pair of a query and a key."""
+def pair_bytes(extras: Extras, dropout_p: float) -> int:
+    """Bytes of bias, mask and dropout for each pair of a query and a key: they change threads in shared memory."""
     given = (x for x in (extras.bias, extras.mask) if x is not None)
-    return sum(x.element_size() for x in given if x.shape[2] > 1 and x.shape[3] > 1)
+    return sum(x.element_size() for x in given if x.shape[2] > 1 and x.shape[3] > 1) + (dropout_p > 0)
 
 
 def pack(extras: Extras, heads: int, dropout_p: float, span: Tensor | None, with_sinks: bool = False) -> Packed:

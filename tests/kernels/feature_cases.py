@@ -41,6 +41,7 @@ class Case:
     expanded: bool = False  # bias and mask have stride 0 in the dims they don't vary in
     mask: str | None = None
     padding: str | None = None
+    poison: bool = False  # keys that padding hides are NaN and their values inf
     segments: int = 0
     sinks: bool = False
     dropout: float = 0.0
@@ -80,6 +81,9 @@ class Case:
                 "holes": torch.rand(self.batch, self.kv_len, generator=generator) < 0.5,
             }[self.padding]
             given["mask"] = visible[:, None, None]
+            if self.poison:
+                for x, number in zip(qkv[1:], (torch.nan, torch.inf), strict=True):
+                    x.transpose(1, 2)[~visible.to(device)] = number
         if self.expanded:
             given |= {name: x.expand(full) for name, x in given.items()}
         if self.segments:
@@ -121,6 +125,7 @@ CASES: dict[str, Case] = {
     "mask_expanded": Case(mask="mn", expanded=True),
     "mask_and_bias": Case(mask="bmn", bias="hmn"),
     **{f"padding_{side}": Case(padding=side, kv_len=200) for side in ("left", "right", "holes")},
+    "padding_poisoned": Case(padding="right", kv_len=150, poison=True),
     "padding_causal": Case(padding="left", q_len=150, kv_len=150, band=_CAUSAL),
     "padding_with_bias": Case(padding="right", kv_len=150, bias="hmn"),
     "segments": Case(segments=4, q_len=150, kv_len=150, band=_CAUSAL),
@@ -164,7 +169,7 @@ def run(case: Case, device: str = "cpu", **configs: Any) -> None:
     )  # fmt: skip
     expected = case.reference(grad_out, grad_lse, qkv, given)
     if hidden_by_numbers:
-        expected[0][:, :, 3] = qkv[2][:, :, :4].double().mean(2)
+        expected[0][:, :, 3] = qkv[2][:, :, :4].double().mean(2).repeat_interleave(case.heads // case.kv_heads, 1)
     problems = []
     names = ("out", "lse", "grad_query", "grad_key", "grad_value", "grad_bias")
     for name, got, want in zip(names, (out, lse, *grads), expected, strict=True):

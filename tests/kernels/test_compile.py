@@ -18,7 +18,7 @@ from flash_inductor.kernels.backward import grad_key_value_kernel, grad_query_ke
 from flash_inductor.kernels.configs import Config, Kind, configs, shared_memory_bytes
 from flash_inductor.kernels.forward import forward_kernel
 
-_KERNELS = {"fwd": forward_kernel, "dq": grad_query_kernel, "dkdv": grad_key_value_kernel}
+_KERNELS: dict[Kind, Any] = {"fwd": forward_kernel, "dq": grad_query_kernel, "dkdv": grad_key_value_kernel}
 _ROW_STRIDES = ("sqm", "skn", "svn", "som", "sdm", "sgm", "sgkn", "sgvn")
 # Bytes a block may use, by compute capability.
 SHARED_MEMORY = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}

@@ -57,11 +57,11 @@ triton_tem_fused_attn(primals_1, primals_2, primals_3, buf0, buf1, 4, 1, 1)
 --
 buf0 = empty((1, 4, 128), (512, 128, 1), torch.float32)
 triton_per_fused_attn_backward(tangents_1, getitem, buf0)
-buf1 = empty((1, 4, 128, 64), (32768, 64, 256, 1), torch.bfloat16)
-triton_tem_fused_attn_backward(primals_1, primals_2, primals_3, getitem_1, buf0, tangents_1, buf1, 4, 1, 1)
-buf2 = empty((1, 2, 128, 64), (16384, 64, 128, 1), torch.bfloat16)
-buf3 = empty((1, 2, 128, 64), (16384, 64, 128, 1), torch.bfloat16)
-triton_tem_fused_attn_backward(primals_1, primals_2, primals_3, getitem_1, buf0, tangents_1, buf2, buf3, 4, 1, 1)""",
+buf3 = empty((1, 4, 128, 64), (32768, 64, 256, 1), torch.bfloat16)
+triton_tem_fused_attn_backward(primals_1, primals_2, primals_3, getitem_1, buf0, tangents_1, buf3, 4, 1, 1)
+buf4 = empty((1, 2, 128, 64), (16384, 64, 128, 1), torch.bfloat16)
+buf5 = empty((1, 2, 128, 64), (16384, 64, 128, 1), torch.bfloat16)
+triton_tem_fused_attn_backward(primals_1, primals_2, primals_3, getitem_1, buf0, tangents_1, buf4, buf5, 4, 1, 1)""",
         )
 
 
