@@ -120,10 +120,11 @@ def _realized(x: IRNode) -> IRNode:
 
 def expanded_dims(argument: str) -> list[int]:
     """The dims of an argument of the node being lowered in which it has stride 0 and more than one element."""
-    node = V.graph.current_node
+    node: Any = V.graph.current_node
     names = [a.name for a in node.target._schema.arguments]
     position = names.index(argument)
-    value = (node.args[position] if position < len(node.args) else node.kwargs[argument]).meta["val"]
+    given: Any = node.args[position] if position < len(node.args) else node.kwargs[argument]
+    value = given.meta["val"]
     return [
         dim
         for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True))

@@ -84,9 +84,6 @@ def optionals(extras: Extras, dropout_p: float, span: IRNode | None, with_sinks:
         "DROPOUT_SCALE": rescale,
         "FEATURES": chosen,
     }
-    pair_bytes = sum(
-        x.get_dtype().itemsize
-        for x, name in ((extras.bias, "BIAS_DIMS"), (extras.mask, "MASK_DIMS"))
-        if x is not None and "mn" in dims[name]
-    )
+    of_pairs: tuple[tuple[IRNode | None, str], ...] = ((extras.bias, "BIAS_DIMS"), (extras.mask, "MASK_DIMS"))
+    pair_bytes = sum(x.get_dtype().itemsize for x, name in of_pairs if x is not None and "mn" in dims[name])
     return Optionals([x for x in inputs if x is not None], constants, pair_bytes + (dropout is not None))
