@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from contextlib import ExitStack
 from typing import Any
@@ -129,6 +130,16 @@ def _operand(e: Emitter, plan: Plan, source: Input) -> fx.Node:
     return node
 
 
+def _mean_where_blind(e: Emitter, out: fx.Node, lse: fx.Node, value: fx.Node) -> fx.Node:
+    """What softmax over equal scores gives: the scores of a row are all the same large number if none is left."""
+    heads, kv_heads = tensor(out).shape[1], tensor(value).shape[1]  # type: ignore[union-attr] # the op was just emitted
+    mean = e.call(aten.mean.dim, value, [2], True)
+    if heads != kv_heads:
+        mean = e.call(aten.repeat_interleave.self_int, mean, heads // kv_heads, 1)
+    blind = e.call(aten.unsqueeze.default, e.call(aten.eq.Scalar, lse, -math.inf), 3)
+    return e.call(aten.where.self, blind, e.call(aten.to.dtype, mean, tensor(out).dtype), out)  # type: ignore[union-attr]
+
+
 def _result(e: Emitter, plan: Plan, node: fx.Node) -> fx.Node:
     """The op's output in the dims of the site's result."""
     labels: list[Label] = []
@@ -156,6 +167,7 @@ def replacement(
     private: bool,
     operands: Operands = NO_OPERANDS,
     table: Table | None = None,
+    blind_mean: bool = False,
 ) -> tuple[Emitter, fx.Node]:
     """Emit what computes ``site`` by the op.  Raises Refused, having emitted nothing, if that fails.
 
@@ -164,6 +176,7 @@ def replacement(
         keep_strides: give the result the strides that ``site`` has.
         private: the result will be written to, so it must not be the tensor that the op saves for its backward.
         operands, table: what the site has besides query, key and value, and the scores' dims that it refers to.
+        blind_mean: a row that sees nothing is the mean of all values, where the op gives 0.
     """
     e = Emitter(site, plan.query.node)
     try:
@@ -178,7 +191,10 @@ def replacement(
         kwargs = {name: e.symbol(arg) for name, arg in spec.op_kwargs().items()}
         kwargs.update(arguments(e, plan, table, operands))
         both = e.call(attn, *tensors, autocast=None if autocast is None else (old.device.type, autocast), **kwargs)
-        node = _result(e, plan, e.call(operator.getitem, both, 0))
+        out = e.call(operator.getitem, both, 0)
+        if blind_mean:
+            out = _mean_where_blind(e, out, e.call(operator.getitem, both, 1), tensors[2])
+        node = _result(e, plan, out)
         new = tensor(node)
         if not same_shape(new, old):
             raise Refused("the shape of the result could not be kept")

@@ -180,7 +180,7 @@ class _Splitter:
         if self._hides_a_row(mask, kind, finite):
             raise Refused("a row of the mask hides every key, so that softmax averages over all of them")
         part = Part.whole(mask, place.at, place.table)
-        return replace(band, operands=Operands(mask=(replace(part, negated=kind == "drop"),)))
+        return replace(band, finite=finite, operands=Operands(mask=(replace(part, negated=kind == "drop"),)))
 
     def _band_of(self, value: Value | None, kind: str, finite: bool) -> MaskProof:
         """The band that a bool mask lies within, which spares blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,7 @@ from .._compat import buffers
 from ..config import get_config
 from ..report import Site, record
 from ..spec import AttentionSpec
-from . import bodies, emit, encoder_layer, locate, mha, safety, sites
+from . import bodies, canonical, emit, encoder_layer, locate, mha, safety, sites
 from .operands import check_kept
 from .plan import Plan
 from .program import Program, Refused
@@ -54,6 +55,7 @@ def rewrite_graph(graph: fx.Graph, *, apply: bool = True, outer: fx.GraphModule 
 
 def _rewrite(graph: fx.Graph) -> list[Site]:
     found: list[Site] = []
+    _drop_unused_parts(graph)
     program = Program(graph)
     for anchor in list(graph.nodes):
         replace: Callable[[Program, _Outcome], None]
@@ -90,6 +92,13 @@ def _rewrite(graph: fx.Graph) -> list[Site]:
             )
         )
     return found
+
+
+def _drop_unused_parts(graph: fx.Graph) -> None:
+    """Erase ``x.max(-1)[1]`` that nobody uses: Dynamo leaves such nodes in bodies, and they look like users."""
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        if not node.users and isinstance(canonical.value(node.args[0]), (tuple, list)):
+            graph.erase_node(node)
 
 
 def _replace_inside(
@@ -161,6 +170,7 @@ def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
         private=private,
         operands=operands,
         table=meaning.table,
+        blind_mean=proof.finite and bool(operands.mask or operands.query_segments is not None),
     )
     if proof.buffers and not buffers.guard_unchanged(proof.buffers):
         emitter.undo()
