@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from pattern_inputs import INF, minus
 from site_helpers import compile_and_compare, qkv
 
+import flash_inductor
+from flash_inductor.report import collect
+
 B, H, N, D = 2, 4, 12, 16
 LOW = torch.finfo(torch.float32).min
 
@@ -307,6 +310,7 @@ def test_is_replaced_and_equal(name: str) -> None:
         if isinstance(node, torch.fx.Node)
     }
     assert given == operands
+    assert [name for gm in backend.graphs for name in _new_tables(gm)] == []
 
 
 def _in_order(words: str, text: str) -> bool:
@@ -315,17 +319,51 @@ def _in_order(words: str, text: str) -> bool:
     return all(w in parts for w in wanted) and not {"bias", "mask", "padding", "segments"} & (set(parts) - set(wanted))
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_holds_no_table_that_eager_does_not_hold(name: str) -> None:
-    fn, args, _, _ = FORMS[name]
-    backend = compile_and_compare(fn, args)
-    (gm,) = backend.graphs
+def _new_tables(gm: torch.fx.GraphModule) -> list[str]:
+    """What the matcher makes of queries times keys, without negations and scaled biases."""
     ours = [n for n in gm.graph.nodes if "aten." in str(n.target) and not _is_view(n)]
-    tables = [n for n in ours if isinstance(t := n.meta.get("example_value"), torch.Tensor) and t[0].numel() >= N * N]
-    negated = [n for n in tables if "bitwise_not" in str(n.target) or "mul" in str(n.target)]
-    assert [n for n in tables if n not in negated] == []
+    return [
+        n.name
+        for n in ours
+        if isinstance(t := n.meta.get("example_value"), torch.Tensor)
+        and t.shape[-2:] == (N, N)
+        and not any(word in str(n.target) for word in ("bitwise_not", "mul"))
+    ]
 
 
 def _is_view(node: torch.fx.Node) -> bool:
     a, b = node.args[0].meta["example_value"], node.meta["example_value"]  # type: ignore[union-attr]
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+COMPILED = [
+    "sdpa_causal_and_padding",
+    "eager_window_and_padding",
+    "three_dims",
+    "packed_positions_and_window",
+    "chunks",
+    "opaque_drop",
+    "bias_and_padding",
+    "bloom",
+    "subtracted",
+    "windows",
+]
+
+
+def test_forms_through_inductor_equal_eager() -> None:
+    """Several forms in one graph, compiled by Inductor for the CPU: forward and backward."""
+
+    def forms(*inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        return [FORMS[name][0](*x) for name, x in zip(COMPILED, inputs, strict=True)]
+
+    inputs = [FORMS[name][1] for name in COMPILED]
+    leaves = [x for tensors in inputs for x in tensors if x.requires_grad]
+    found = []
+    torch._dynamo.reset()
+    with flash_inductor.enabled(), flash_inductor.override(strict=True), collect() as sites:
+        for fn in (torch.compile(forms, fullgraph=True, dynamic=False), forms):
+            outputs = fn(*inputs)
+            found.append([*outputs, *torch.autograd.grad([y.sin().sum() for y in outputs], leaves)])
+    assert len(sites) == len(COMPILED) and [s.reason for s in sites if not s.replaced] == []
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)

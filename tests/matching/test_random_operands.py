@@ -204,12 +204,12 @@ def check(seed: int) -> Rewriter:
     return backend
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_is_right(seed: int) -> None:
     backend = check(seed)
     assert len(backend.sites) == 1
 
 
 def test_most_are_replaced() -> None:
-    replaced = [check(seed).sites[0].replaced for seed in range(40, 60)]
-    assert sum(replaced) > 15
+    replaced = [check(seed).sites[0].replaced for seed in range(24, 36)]
+    assert sum(replaced) > 9
