@@ -34,7 +34,13 @@ _HOPPER: dict[Kind, dict[int, tuple[Config, ...]]] = {
     },
     "dkdv": {
         64: (Config(32, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 128, 4, 2)),
-        128: (Config(32, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 128, 8, 3), Config(64, 128, 8, 2)),
+        128: (
+            Config(32, 64, 4, 3),
+            Config(64, 64, 4, 2),
+            Config(64, 128, 8, 3),
+            Config(64, 128, 8, 2),
+            Config(32, 64, 8, 2),
+        ),
         256: (Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(64, 64, 8, 1)),
     },
     "dbias": {
@@ -139,6 +145,8 @@ def configs(
     bucket = max(64, block_d, block_dv)
     tables = [_SMALL] if itemsize > 2 else [{9: _HOPPER, 10: _BLACKWELL}.get(capability // 10, _AMPERE), _SMALL]
     smallest = _SMALL[kind][bucket][-1]
+    if pair_bytes:
+        tables = [{kind: {bucket: _narrow(kind, bucket, table[kind][bucket])}} for table in tables]
     if max_shared_memory is None:
         return tables[0][kind][bucket]
     for table in tables:
@@ -150,3 +158,13 @@ def configs(
         if fitting:
             return fitting
     return (smallest,)
+
+
+def _narrow(kind: Kind, bucket: int, table: tuple[Config, ...]) -> tuple[Config, ...]:
+    """Without the tiles that give a thread many pairs: what is read or drawn for each pair would spill.
+
+    Two wide accumulators leave few registers: 1 KiB a thread spilled in a 32 x 64 tile of dK and dV with 4 warps.
+    """
+    most = 8 if kind == "dkdv" and bucket > 64 else 32
+    narrow = tuple(c for c in table if c.block_m * c.block_n <= most * 32 * c.num_warps)
+    return narrow or table

@@ -100,7 +100,7 @@ _HOPPER: list[tuple[Kind, int, tuple[str, ...], int]] = [
     ("dq", 128, ("segments", "range"), 0),
     ("dkdv", 128, ("segments", "range"), 128),
     ("fwd", 128, ("mask",), 0),
-    ("dkdv", 128, ("bias_fp32",), 256),
+    ("dkdv", 128, ("bias_fp32",), 64),
 ]
 
 
