@@ -30,7 +30,7 @@ class Tanh:
 
 @dataclass(frozen=True)
 class Shift:
-    """A number for each row is subtracted, which softmax doesn't see."""
+    """A number for each row is subtracted, or one for all is added, which softmax doesn't see."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,9 @@ def _reshape(program: Program, c: Call, depth: int) -> Chain:
 
 def _add(program: Program, c: Call, depth: int) -> Chain:
     _only(c, "input", "other")
+    for scores, number in ((c["input"], c["other"]), (c["other"], c["input"])):
+        if not isinstance(number, fx.Node) and constant(program, number, c.node) is not None:
+            return _inner(program, c, scores, depth).then(c.node, Shift())
     chain, mask = _scores_and_other(program, c, depth)
     return chain.then(c.node, Mask("additive", mask, c.node))
 
@@ -206,7 +209,7 @@ def _scores_and_other(program: Program, c: Call, depth: int) -> tuple[Chain, fx.
     reasons: list[Refused] = []
     for scores, mask in ((c["input"], c["other"]), (c["other"], c["input"])):
         if not isinstance(scores, fx.Node) or not isinstance(mask, fx.Node):
-            raise Refused("a number is added to the scores")
+            raise Refused("something that is no tensor is added to the scores")
         try:
             chain = _inner(program, c, scores, depth)
         except Refused as reason:
@@ -343,10 +346,13 @@ def interpret(steps: list[Step]) -> Scoring:
     scale, cap, masks, dtypes = 1.0, None, [], set()
     capped: float | None = None  # the factor inside tanh, once there was one
     sink: Sink | None = None
+    shifted = False
     for step in steps:
         if sink is not None and not isinstance(step, (Cast, Shift)):
             raise Refused("the scores are changed after the attention sink was put next to them; do it before")
         if isinstance(step, Sink):
+            if shifted:
+                raise Refused("something is subtracted from the scores before the attention sink is put next to them")
             sink = step
         elif isinstance(step, Cast):
             dtypes.add(step.dtype)
@@ -357,7 +363,7 @@ def interpret(steps: list[Step]) -> Scoring:
                 raise Refused("tanh comes twice, or after a mask; a softcap comes once, before the mask")
             capped, cap = scale, 1.0
         elif isinstance(step, Shift):
-            continue
+            shifted = True
         elif isinstance(step, Floor):
             masks = [replace(m, floor=True) for m in masks]
         elif isinstance(step, Scale):

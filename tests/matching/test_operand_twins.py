@@ -53,6 +53,12 @@ def bias_written_after(q, k, v, bias):
     return out, bias
 
 
+@twin("before the attention sink", torch.randn(H), replaced=False)
+def sinks_next_to_shifted_scores(q, k, v, sinks):
+    s = torch.cat([q @ k.mT + 3.0, sinks.view(1, H, 1, 1).expand(B, H, N, 1)], -1)
+    return torch.softmax(s, -1)[..., :-1] @ v
+
+
 @twin("also used", replaced=False)
 def scores_below_a_threshold(q, k, v):
     s = q @ k.mT

@@ -279,6 +279,11 @@ def scaled_down_below_hiding(q, k, v):
     return attend((q @ k.mT + minus(N, -1e5)) * 0.01, v)
 
 
+@form("full, bias", learned(1, H, N, N), bias=[1, H, N, N])
+def a_number_for_all_and_a_bias(q, k, v, bias):
+    return attend((q @ k.mT + bias + 0) * 0.5 + 2.0, v)
+
+
 @form("full, bias", learned(2, 1, N, N), bias=[2, 1, N, N])
 def windows(q, k, v, mask):
     """Swin: batch is images times windows."""
