@@ -80,6 +80,17 @@ def finish(body: Body, *, apply: bool = True) -> None:
                 outer_call.args = (*outer_call.args, source)
 
 
+def fragile(body: Body | None) -> frozenset[fx.Node]:
+    """The arguments of an ``invoke_subgraph`` that a site's masks and biases must not be.
+
+    What the op saves for its backward leaves the body as a result.  Inductor (torch 2.13) doesn't see that such a
+    result shares memory with the argument, and uses the memory for something else in between.
+    """
+    if body is None or body.first != 1 + _CALLS["invoke_subgraph"] or not torch.is_grad_enabled():
+        return frozenset()
+    return frozenset(n for n in body.placeholders() if tensor(n) is not None)
+
+
 def _body(graph: fx.Graph, outer: fx.GraphModule | None) -> Body | None:
     if outer is None:
         return None

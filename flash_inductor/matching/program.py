@@ -41,6 +41,8 @@ class Program:
                 self.quiet.add(writer)
         self._storages: dict[fx.Node, frozenset[int]] = {}
         self.assumed: list[torch.SymFloat] = []
+        # inputs that the op must not save; see bodies.fragile
+        self.fragile: frozenset[fx.Node] = frozenset() if before is None else before.fragile
 
     def storages(self, node: fx.Node) -> frozenset[int]:
         """The memory of a node's tensors, as the fake tensors know it."""

@@ -15,7 +15,7 @@ from .._compat import buffers
 from ..config import get_config
 from ..report import Site, record
 from ..spec import AttentionSpec
-from . import bodies, canonical, emit, encoder_layer, locate, mha, safety, sites
+from . import bodies, canonical, effects, emit, encoder_layer, locate, mha, safety, sites
 from .operands import check_kept
 from .plan import Plan
 from .program import Program, Refused
@@ -44,7 +44,7 @@ def rewrite_graph(graph: fx.Graph, *, apply: bool = True, outer: fx.GraphModule 
         graph = copy
     body = bodies.look_outside(graph, outer)
     try:
-        found = _rewrite(graph)
+        found = _rewrite(graph, bodies.fragile(body))
     finally:
         if body is not None:
             bodies.finish(body, apply=apply)
@@ -53,10 +53,11 @@ def rewrite_graph(graph: fx.Graph, *, apply: bool = True, outer: fx.GraphModule 
     return found
 
 
-def _rewrite(graph: fx.Graph) -> list[Site]:
+def _rewrite(graph: fx.Graph, fragile: frozenset[fx.Node]) -> list[Site]:
     found: list[Site] = []
     _drop_unused_parts(graph)
     program = Program(graph)
+    program.fragile = fragile
     for anchor in list(graph.nodes):
         replace: Callable[[Program, _Outcome], None]
         opener = next((m for m in (mha, encoder_layer) if m.is_call(anchor)), None)
@@ -95,9 +96,14 @@ def _rewrite(graph: fx.Graph) -> list[Site]:
 
 
 def _drop_unused_parts(graph: fx.Graph) -> None:
-    """Erase ``x.max(-1)[1]`` that nobody uses: Dynamo leaves such nodes in bodies, and they look like users."""
-    for node in graph.find_nodes(op="call_function", target=operator.getitem):
-        if not node.users and isinstance(canonical.value(node.args[0]), (tuple, list)):
+    """Erase ``x.max(-1)[1]`` and ``x.clone()`` that nobody uses: Dynamo leaves such nodes, and they look like users."""
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op not in ("call_function", "call_method"):
+            continue
+        call = canonical.call(node)
+        part = node.target is operator.getitem and isinstance(canonical.value(node.args[0]), (tuple, list))
+        copy = call is not None and not call.inplace and call.op in ("clone", "contiguous", "detach", "cast")
+        if part or copy:
             graph.erase_node(node)
 
 
@@ -149,6 +155,9 @@ def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
     proof = meaning.prove()
     operands = meaning.operands.merged(proof.operands)
     check_kept(program, operands)
+    parts = (*operands.bias, *operands.mask, operands.query_segments, operands.key_segments)
+    if any(effects.shares_memory(part.node, x) for part in parts if part is not None for x in program.fragile):
+        raise Refused("the mask is an argument of a nested_compile_region, which Inductor overwrites; make it inside")
     spec = AttentionSpec(
         scale=meaning.scale_with(plan), mask=proof.mask, softcap=meaning.softcap, extras=operands.words()
     )

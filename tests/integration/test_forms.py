@@ -309,3 +309,31 @@ def test_query_and_key_wider_than_value_under_autocast(form: str) -> None:
     torch.manual_seed(0)
     sites = compare(Model(attend), x_of(), tolerance=0.03)
     assert replaced(sites) == [True], sites[0].reason
+
+
+# --- regions compiled once and called several times
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "nested_compile_region"), reason="this torch has no such regions")
+@pytest.mark.parametrize("several", [False, True])
+def test_regions_with_masks_from_outside(several: bool) -> None:
+    """One mask is proved; several stay arguments, which Inductor may overwrite before the backward."""
+
+    @torch.compiler.nested_compile_region
+    def layer(x: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q = (x @ weight).unflatten(-1, (H, -1)).transpose(1, 2)
+        return x + F.scaled_dot_product_attention(q, q, q, attn_mask=mask).transpose(1, 2).flatten(2)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weights = nn.ParameterList(torch.randn(D, D) * 0.2 for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            full = causal_mask(x.shape[1])
+            near = full & causal_mask(x.shape[1]).logical_not().logical_or(full).triu(-3) if several else full
+            return layer(layer(x, self.weights[0], full), self.weights[1], near)
+
+    sites = compare(Model(), x_of())
+    assert replaced(sites) == [not several]

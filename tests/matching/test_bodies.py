@@ -208,3 +208,17 @@ def test_a_bias_stays_outside() -> None:
 
     backend = check(Biased())
     assert all("mul" not in n.name for body in backend.bodies() for n in body.graph.nodes)
+
+
+def test_parts_that_nobody_uses_are_no_users() -> None:
+    """In a body Dynamo leaves the indices that max() gives, though only its values are used."""
+
+    class Shifted(Layer):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+            scores = q @ k.mT * 0.3 + mask
+            scores = scores - scores.max(dim=-1, keepdim=True).values
+            return x + (torch.softmax(scores, -1) @ v).transpose(1, 2).flatten(2)
+
+    backend = check(Additive(Shifted))
+    assert [s.replaced for s in backend.sites] == [True, True], [s.reason for s in backend.sites]
