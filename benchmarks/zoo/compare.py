@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .measure import Coverage, count_outside, grad_mode, pass_then
+from .measure import Coverage, count_outside, grad_mode, pass_then, warm_up
 
 # Relative distance in the 2-norm.  fp32 rounding gives 1e-7 to 1e-5; a wrong mask, scale or bias 1e-3 and more.
 TOLERANCE = 1e-4
@@ -97,6 +97,7 @@ def compare(
 ) -> tuple[Comparison, Coverage]:
     """Run a model in eager and with the pass, dropout off in both, and compare."""
     model = without_dropout(model)
+    warm_up(model, inputs)
     ours = copy.deepcopy(model)
     outputs, gradients = run(model, model, inputs, train)
     torch._dynamo.reset()

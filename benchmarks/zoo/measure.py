@@ -95,6 +95,7 @@ def measure(
     Args:
         call: What is called instead of ``model`` (a wrapper of it: autocast, checkpointing).
     """
+    warm_up(model, inputs)
     torch._dynamo.reset()
     coverage = Coverage()
     compiled = torch.compile(call or model, backend=pass_then(None, coverage), dynamic=dynamic)
@@ -102,6 +103,12 @@ def measure(
         compiled(**inputs)
         count_outside(compiled, inputs, coverage)
     return coverage
+
+
+def warm_up(model: nn.Module, inputs: dict[str, Any]) -> None:
+    """Run once in eager: some models make buffers in their first call, after which they would be compiled again."""
+    with torch.no_grad():
+        model(**inputs)
 
 
 def count_outside(compiled: Callable[..., Any], inputs: dict[str, Any], coverage: Coverage) -> None:

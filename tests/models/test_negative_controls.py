@@ -239,6 +239,18 @@ def test_right_whether_replaced_or_not(attention: Callable[..., Any]) -> None:
     replaced_and_right(Model(attention), {"x": torch.randn(2, LENGTH, 16)})
 
 
+def test_copies_for_nobody_are_no_users() -> None:
+    """x-transformers keeps copies of the scores for a record that may be dropped."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Any:
+        s = scores_of(q, k)
+        _record = {"scores": s.clone(), "detached": s.double().detach()}
+        return s.softmax(-1) @ v
+
+    torch.manual_seed(0)
+    assert replaced_and_right(Model(attention), {"x": torch.randn(2, LENGTH, 16)}) == 1
+
+
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_output_attentions(name: str) -> None:
     model, inputs = build(name, "eager")
