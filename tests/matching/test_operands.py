@@ -284,6 +284,11 @@ def a_number_for_all_and_a_bias(q, k, v, bias):
     return attend((q @ k.mT + bias + 0) * 0.5 + 2.0, v)
 
 
+@form("full, bias", bias=[B, H, N, 1])
+def not_the_row_maximum_is_subtracted(q, k, v):
+    return attend(q @ k.mT * 0.25 - q.amax(-1, keepdim=True), v)
+
+
 @form("full, bias", learned(2, 1, N, N), bias=[2, 1, N, N])
 def windows(q, k, v, mask):
     """Swin: batch is images times windows."""

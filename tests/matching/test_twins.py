@@ -91,12 +91,6 @@ def two_softcaps(q, k, v):
     return (5 * torch.tanh(torch.tanh(q @ k.mT))).softmax(-1) @ v
 
 
-@twin("subtracted")
-def not_the_row_maximum(q, k, v):
-    s = q @ k.mT * 0.25
-    return torch.softmax(s - q.amax(-1, keepdim=True), -1) @ v
-
-
 @twin("before the softcap")
 def maximum_before_softcap(q, k, v):
     s = q @ k.mT
