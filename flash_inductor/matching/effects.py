@@ -142,7 +142,7 @@ def _inplace_flag(target: Any, node: fx.Node) -> bool:
 
 
 def _body_writes(node: fx.Node) -> bool:
-    """Whether a higher-order operation may write to its inputs: its bodies write to something, or it has none."""
+    """Whether a higher-order operation may write to its inputs: its bodies write to theirs, or it has none."""
     bodies: list[Any] = []
     for source in node.all_input_nodes:
         if source.op == "get_attr":
@@ -151,7 +151,13 @@ def _body_writes(node: fx.Node) -> bool:
                 body = getattr(body, part, None)
             bodies.append(body)
     graphs = [body.graph for body in bodies if isinstance(body, fx.GraphModule)]
-    return not graphs or any(written(n) for graph in graphs for n in graph.nodes)
+    return not graphs or any(_writes_to_inputs(graph) for graph in graphs)
+
+
+def _writes_to_inputs(graph: fx.Graph) -> bool:
+    inputs = set[int]().union(*(storages(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")))
+    targets = [target for n in graph.nodes for target in written(n)]
+    return any(not (memory := storages(target)) or memory & inputs for target in targets)
 
 
 def result(node: fx.Node) -> fx.Node:

@@ -222,3 +222,30 @@ def test_parts_that_nobody_uses_are_no_users() -> None:
 
     backend = check(Additive(Shifted))
     assert [s.replaced for s in backend.sites] == [True, True], [s.reason for s in backend.sites]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_layer_that_writes_to_its_own_tensors_leaves_the_masks(own: bool) -> None:
+    """Experts are added into a tensor made in the layer; one that writes to its argument may change the mask."""
+
+    class Writing(Layer):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            y = super().forward(x, mask)
+            if not own:
+                assert mask is not None
+                return y + mask.mul_(0.0).sum()
+            return y + torch.zeros_like(y).index_add_(1, torch.arange(N), y)
+
+    class Model(Additive):
+        def masks(self, x: torch.Tensor, *more: Any) -> list[torch.Tensor]:
+            return [added(causal(x.shape[1]))] * 2
+
+    backend = BodyRewriter()
+    torch._dynamo.reset()
+    model, x = Model(Writing), torch.randn(2, N, D)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=backend, fullgraph=own)(x), model(x))
+    if own:
+        assert bands(backend) == [(None, 0)] * 2
+    else:
+        assert (None, 0) not in bands(backend)[1:]
