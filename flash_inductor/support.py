@@ -90,13 +90,13 @@ def aten_cpu_route(
 ) -> bool:
     """Whether ATen's CPU flash attention computes this spec (values apart: it mishandles masked inf and NaN).
 
-    It isn't asked for any of the extras: it knows no dropout and no sinks, and gives a mask or bias no gradient.
+    Of the extras it is asked for key padding only: it knows no dropout and no sinks, and gives a bias no gradient.
     """
     lower, upper = spec.mask.lower, spec.mask.upper
     causal = isinstance(upper, int) and upper == 0
     return (
         spec.softcap is None
-        and not spec.extras
+        and spec.extras in ((), ("padding",))
         and lower is None
         and (upper is None or causal)
         and (spec.scale is None or spec.scale > 0)  # it takes the maximum before scaling

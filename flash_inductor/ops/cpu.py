@@ -46,8 +46,26 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 def _aten_takes(p: Problem, query: Tensor, key: Tensor, value: Tensor) -> bool:
     reduced = AttentionSpec(p.scale, p.band, p.softcap)
-    fits = p.plain and support.aten_cpu_route(reduced, query.shape, key.shape, value.shape)
+    fits = (p.plain or p.padded) and support.aten_cpu_route(reduced, query.shape, key.shape, value.shape)
     return fits and min(query.numel(), key.numel()) > 0
+
+
+def _aten_options(p: Problem, dtype: torch.dtype) -> dict[str, Any]:
+    mask = p.extras.mask
+    if mask is not None:  # key padding, as small as it is: [batch, 1, 1, keys]
+        mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -math.inf)
+    return {"attn_mask": mask, "scale": p.scale}
+
+
+def _blind(p: Problem) -> Tensor:
+    """Bool, broadcastable to [batch, heads, queries]: which rows see no key, for a padded problem of ATen's."""
+    seen = p.extras.mask
+    assert seen is not None  # that is what padded means
+    seen = seen.squeeze(2)
+    if p.band == MaskSpec():
+        return ~seen.any(-1, keepdim=True)
+    last = torch.arange(p.q_len).clamp_(max=p.kv_len - 1)  # the band is causal: row i sees the keys up to i
+    return ~seen.expand(*seen.shape[:2], p.kv_len).cummax(-1).values[..., last]
 
 
 def _product(a: Tensor, b: Tensor, used: Tensor | None) -> Tensor:
@@ -87,9 +105,12 @@ def forward(
     exact = p.hides and not _finite(key, value)
     if not exact and _aten_takes(p, query, key, value):
         result, row_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _unit_stride(query), _unit_stride(key), _unit_stride(value), 0.0, p.hides, scale=p.scale
+            *map(_unit_stride, (query, key, value)), 0.0, p.band != MaskSpec(), **_aten_options(p, query.dtype)
         )
-        return (result if result.stride() == out.stride() else out.copy_(result)), lse.copy_(row_lse)
+        lse.copy_(row_lse)
+        if p.padded:
+            lse.masked_fill_(_blind(p), -math.inf)  # ATen's is 0 there
+        return (result if result.stride() == out.stride() else out.copy_(result)), lse
     for part in p.parts():
         k, v = (x[part.batch, part.kv_heads].to(p.dtype).flatten(0, 1) for x in (key, value))
         sink = None if sinks is None else sinks[part.heads].to(p.dtype).view(1, -1, 1, 1)
@@ -167,8 +188,14 @@ def backward(
         and _aten_takes(p, query, key, value)
     ):
         tensors = [_unit_stride(x) for x in (grad_out, query, key, value, out)]
+        if p.padded:
+            lse = lse.masked_fill(lse == -math.inf, 0)
         results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *tensors, lse, 0.0, p.hides, scale=p.scale
+            *tensors,
+            lse.masked_fill(lse == -math.inf, 0) if p.padded else lse,
+            0.0,
+            p.band != MaskSpec(),
+            **_aten_options(p, query.dtype),
         )
         aten = [x if x.stride() == grad.stride() else grad.copy_(x) for grad, x in zip(grads, results, strict=False)]
         return aten[0], aten[1], aten[2], grads[3]

@@ -80,6 +80,13 @@ class Problem:
         return not self.extras.given() and self.dropout_p == 0
 
     @property
+    def padded(self) -> bool:
+        """Whether there is nothing but the band and a mask of keys, the same for all queries."""
+        given = self.extras.given().keys() - {"key_range", "query_range"}
+        mask = self.extras.mask
+        return given == {"mask"} and mask is not None and mask.shape[2] == 1 and self.dropout_p == 0
+
+    @property
     def _hides_beyond_band(self) -> bool:
         return self.extras.mask is not None or self.extras.query_segments is not None or self.bias_hides
 
