@@ -61,7 +61,7 @@ MODELS = {
         "GPT2LMHeadModel",
         "GPT2Config",
         {"n_embd": 1024, "n_head": 16, "n_layer": 4, "n_positions": 2048},
-        {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2},
+        {"n_embd": 64, "n_head": 4, "vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2},
         batch=8,
         length=2048,
         sites=4,
