@@ -179,7 +179,7 @@ def test_a_post_grad_pass_set_after_import_does_not_push_out_the_key(qkv) -> Non
     assert first is fusion_pass.KEY and isinstance(second, UsersPass) and second.seen
 
 
-def break_half_way(graph: torch.fx.Graph, *, apply: bool = True) -> list[Site]:
+def break_half_way(graph: torch.fx.Graph, *, apply: bool = True, outer: object = None) -> list[Site]:
     """Damages the graph, then fails."""
     from flash_inductor.report import record
 

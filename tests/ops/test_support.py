@@ -70,7 +70,8 @@ def test_kernel_names():
     assert name(spec=AttentionSpec(mask=MaskSpec(-10, 0))) == "tiled CPU kernel"
     assert name(spec=AttentionSpec(softcap=5.0)) == "tiled CPU kernel"
     assert name(spec=AttentionSpec(scale=-1.0)) == "tiled CPU kernel"
-    assert name(spec=AttentionSpec(extras=("padding",))) == "tiled CPU kernel"
+    assert name(spec=AttentionSpec(extras=("padding",))) == "ATen CPU flash"
+    assert name(spec=AttentionSpec(extras=("mask",))) == "tiled CPU kernel"
     assert name(v=(2, 8, 128, 32)) == "tiled CPU kernel"
 
 
