@@ -13,22 +13,16 @@ right-padded batch.  Stock ``torch.compile`` with the model's implementations, a
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import statistics
 import sys
-import warnings
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+from cells import Cell, add_arguments, finish_arguments, measure_steps, run
+
+# cells first: it sets what torch reads when it is imported
+# isort: split
 import torch
 import transformers
-from e2e import HEADER, ROUNDING, Cell, compare, learn, row, time_step
-
-import flash_inductor
-from flash_inductor.report import collect
 
 IMPLS = ("sdpa", "eager", "ours-sdpa", "ours-eager")
 IGNORED = -100
@@ -161,102 +155,29 @@ def _turn_off_dropout(model: torch.nn.Module) -> None:
 
 
 def measure(name: str, impl: str, args: argparse.Namespace) -> Cell:
-    """Losses, time and memory of training steps; the step is forward, loss and backward, without the optimizer."""
-    ours, implementation = impl.startswith("ours-"), impl.removeprefix("ours-")
-    cell = Cell(name, impl, layers=MODELS[name].sites)
-    model, inputs = build(MODELS[name], implementation, args)
-    cuda = args.device == "cuda"
-    with flash_inductor.enabled() if ours else nullcontext(), collect() as sites:
-        compiled = torch.compile(model, dynamic=False)
-
-        def step() -> torch.Tensor:
-            loss = compiled(**inputs).loss
-            loss.backward()
-            return loss.detach()
-
-        def bare_step() -> None:
-            step()
-            model.zero_grad(set_to_none=True)
-
-        learn(step, model, cell, args)
-        for _ in range(args.warmup):
-            bare_step()
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        cell.step_ms = statistics.median(time_step(bare_step, cuda) for _ in range(args.repeat))
-    if cuda:
-        cell.peak_gib = torch.cuda.max_memory_allocated() / 2**30
-    cell.replaced = sum(site.replaced for site in sites)
-    cell.left_alone = [site.reason or site.node for site in sites if not site.replaced]
-    return cell
-
-
-def guarded(name: str, impl: str, args: argparse.Namespace) -> Cell:
-    """``measure``, with a failure as a cell; leaves no compiled code and no memory to the next cell."""
-    try:
-        cell = measure(name, impl, args)
-    except Exception as error:
-        first_line = str(error).strip().splitlines()[:1]
-        cell = Cell(name, impl, error=f"{type(error).__name__}: {''.join(first_line)[:150]}")
-    torch._dynamo.reset()
-    gc.collect()
-    if args.device == "cuda":
-        torch.cuda.empty_cache()
-    return cell
+    """One cell; see ``cells.measure_steps``."""
+    model, inputs = build(MODELS[name], impl.removeprefix("ours-"), args)
+    return measure_steps(Cell(name, impl, MODELS[name].sites), model, inputs, args)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--impls", default=",".join(IMPLS), help="comma-separated (default: %(default)s)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the script")
     parser.add_argument("--no-dropout", action="store_true", help="set dropout to zero, and compare the losses")
-    parser.add_argument("--repeat", type=int, default=10, metavar="N", help="timed steps; their median is reported")
-    parser.add_argument("--warmup", type=int, default=3, metavar="N", help="untimed steps before them")
-    parser.add_argument("--loss-steps", type=int, default=4, metavar="N", help="SGD steps whose losses are compared")
-    parser.add_argument("--learning-rate", type=float, default=0.1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write everything there as JSON")
+    add_arguments(parser)
     args = parser.parse_args(argv)
-    args.models, args.impls = args.models.split(","), args.impls.split(",")
-    for option, values, known in (("models", args.models, MODELS), ("impls", args.impls, IMPLS)):
-        if unknown := [v for v in values if v not in known]:
-            parser.error(f"--{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
-    args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    finish_arguments(parser, args, {"models": MODELS, "impls": IMPLS})
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_float32_matmul_precision("high")
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    command = " ".join(["python", "benchmarks/blocks.py", *(sys.argv[1:] if argv is None else argv)])
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "device": device}
-    print(command, *(f"{k} {v}" for k, v in versions.items()), sep="\n", flush=True)
 
-    cells: list[Cell] = []
-    for name in args.models:
-        group: list[Cell] = []
-        for impl in args.impls:
-            group.append(guarded(name, impl, args))
-            if args.no_dropout or name in ("gpt_oss", "llama4"):  # these have no dropout by default
-                compare(group, ROUNDING[args.dtype])
-            print(f"# {row(group[-1])}", flush=True)
-            if args.out is not None:  # after each cell: an interrupted run keeps what it measured
-                data = {"command": command, **versions, "cells": [asdict(cell) for cell in (*cells, *group)]}
-                args.out.write_text(json.dumps(data, indent=1) + "\n")
-        cells += group
+    def compared(name: str) -> bool:
+        return args.no_dropout or name in ("gpt_oss", "llama4")  # these have no dropout by default
 
-    print("\n" + "{:12} {:15} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}".format(*HEADER))
-    print("\n".join(row(cell) for cell in cells))
-    for cell in cells:
-        if cell.impl.startswith("ours-") and cell.left_alone:
-            print(f"{cell.family} {cell.impl} left alone: {'; '.join(sorted(set(cell.left_alone)))}")
-    return 0
+    return run(__file__, measure, "--models", args, sys.argv[1:] if argv is None else argv, compared)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ compile_for_real = torch.compile
 def e2e(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("transformers")
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "0")  # the script sets it for its process
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("e2e", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -62,6 +63,8 @@ def test_plugin_replaces_every_site_and_gives_the_same_losses(e2e: ModuleType, t
 
 
 def test_comparison_sees_wrong_losses_and_gradients(e2e: ModuleType) -> None:
+    cells_module = importlib.import_module("cells")
+
     def cell(impl: str, losses: list[float], norm: float) -> Any:
         return e2e.Cell("llama3-8b", impl, losses=losses, gradient_norm=norm)
 
@@ -73,7 +76,7 @@ def test_comparison_sees_wrong_losses_and_gradients(e2e: ModuleType) -> None:
         cell("ours-eager", [6.0, 5.0], 1.01),
         cell("ours-eager", [6.0, float("nan")], 1.0),
     ]
-    e2e.compare(cells, rounding=1e-6)
+    cells_module.compare(cells, rounding=1e-6)
     assert [c.within_rounding for c in cells] == [True, True, True, False, False, False]
 
 
@@ -82,6 +85,15 @@ def test_failing_cell_leaves_the_others(e2e: ModuleType, tmp_path: Path, capsys:
     assert "backward on CPU" in cells["llama3-8b", "flex_attention"]["error"]
     assert cells["llama3-8b", "sdpa"]["error"] is None
     assert "failed: NotImplementedError" in capsys.readouterr().out
+
+
+def test_side_by_side_gives_every_cell(e2e: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the processes run eagerly: this is about their turns
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPT.parents[1]))
+    cells = run(e2e, tmp_path, "--families", "llama3-8b", "--impls", "sdpa,eager,flex_attention", "--side-by-side")
+    assert len(cells) == 3
+    assert cells["llama3-8b", "sdpa"]["step_ms"] > 0 and cells["llama3-8b", "eager"]["within_rounding"] is True
+    assert "backward on CPU" in cells["llama3-8b", "flex_attention"]["error"]
 
 
 def test_unknown_names_are_refused(e2e: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
