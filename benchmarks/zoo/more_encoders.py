@@ -137,44 +137,23 @@ sees(
     mlp_ratios=[2, 2],
     sequence_reduction_ratios=[2, 1],
 )
-sees(
-    "segformer",
-    "SegformerConfig",
-    "SegformerModel",
-    EAGER,
-    image_size=...,
-    patch_size=...,
-    hidden_size=...,
-    num_hidden_layers=...,
-    intermediate_size=...,
-    num_attention_heads=[1, 2],
-    num_encoder_blocks=2,
-    depths=[1, 1],
-    hidden_sizes=[16, 32],
-    patch_sizes=[7, 3],
-    strides=[4, 2],
-    mlp_ratios=[2, 2],
-    sr_ratios=[2, 1],
-)
-sees(
-    "glpn",
-    "GLPNConfig",
-    "GLPNModel",
-    EAGER,
-    image_size=...,
-    patch_size=...,
-    hidden_size=...,
-    num_hidden_layers=...,
-    intermediate_size=...,
-    num_attention_heads=[1, 2],
-    num_encoder_blocks=2,
-    depths=[1, 1],
-    hidden_sizes=[16, 32],
-    patch_sizes=[7, 3],
-    strides=[4, 2],
-    mlp_ratios=[2, 2],
-    sr_ratios=[2, 1],
-)
+HIERARCHICAL: dict[str, Any] = {
+    "image_size": ...,
+    "patch_size": ...,
+    "hidden_size": ...,
+    "num_hidden_layers": ...,
+    "intermediate_size": ...,
+    "num_attention_heads": [1, 2],
+    "num_encoder_blocks": 2,
+    "depths": [1, 1],
+    "hidden_sizes": [16, 32],
+    "patch_sizes": [7, 3],
+    "strides": [4, 2],
+    "mlp_ratios": [2, 2],
+    "sr_ratios": [2, 1],
+}
+sees("segformer", "SegformerConfig", "SegformerModel", EAGER, **HIERARCHICAL)
+sees("glpn", "GLPNConfig", "GLPNModel", EAGER, **HIERARCHICAL)
 
 
 def hears(name: str, config: str, model: str, implementations: tuple[str, ...] = BOTH, **own: Any) -> None:

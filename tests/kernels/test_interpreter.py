@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from .child import interpret
 from .interpreter_cases import CASES
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, str]:
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
-    script = Path(__file__).with_name("interpreter_cases.py")
-    child = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=500)
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout.splitlines()[-1])
+    return interpret("interpreter_cases.py")
 
 
 @pytest.mark.parametrize("name", CASES)
