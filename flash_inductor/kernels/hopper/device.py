@@ -1,0 +1,94 @@
+# mypy: disallow-untyped-defs=False
+"""What the Hopper kernels share: instructions Gluon's front end doesn't offer, and tensor descriptors.
+
+Needs Triton's Gluon; only modules that launch these kernels import it, and only when they do.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core as core
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+_ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@core.builtin
+def tma_reduce_add(desc, coord, src, _semantic=None):
+    """Add a shared memory tile to global memory: like ``tma.async_copy_shared_to_global``, ``tma.store_wait`` included."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@core.builtin
+def _named_barrier(kind, index, threads, _semantic=None):
+    kind, index, threads = (core._unwrap_if_constexpr(x) for x in (kind, index, threads))
+    asm = f"bar.{kind} {index}, {threads}; mov.u32 $0, 0;"
+    core.inline_asm_elementwise(asm, "=r", [], core.int32, False, 1, _semantic=_semantic)
+
+
+@gluon.jit
+def bar_sync(INDEX: gl.constexpr, THREADS: gl.constexpr):
+    """Wait at a named barrier until ``THREADS`` threads have come to it.  Triton uses the low numbers itself."""
+    _named_barrier("sync", INDEX, THREADS)
+
+
+@gluon.jit
+def bar_arrive(INDEX: gl.constexpr, THREADS: gl.constexpr):
+    """Come to a named barrier without waiting for the others."""
+    _named_barrier("arrive", INDEX, THREADS)
+
+
+@gluon.jit
+def tanh_approx(x):
+    """The hardware's tanh, good to 2**-11."""
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def pin16(x):
+    """16-bit data as it is, but computed here: LLVM may not move it across waits and products that follow."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@lru_cache
+def _swizzled(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENTS[dtype])
+
+
+@lru_cache
+def _flat(rank: int) -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
+
+
+def tile_descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """A [batch, heads, length, head dim] tensor in boxes [1, 1, rows, cols], swizzled for wgmma.
+
+    TMA clips at every bound, zeros on load and nothing on store: ragged lengths need no masks on this side, and a box
+    may be wider than the head dim.  What TMA asks of the strides: see ``ops.hopper.aligned``.
+    """
+    size = x.shape
+    free = 16 // x.element_size()  # the stride of a dim of one element may be anything: give one that TMA accepts
+    strides = [s if n > 1 else free for s, n in zip(x.stride()[:3], size, strict=False)]
+    block = (1, 1, rows, cols)
+    return TensorDescriptor(x, list(size), [*strides, 1], list(block), _swizzled(block, x.dtype))
+
+
+def row_descriptor(x: Tensor, cols: int) -> TensorDescriptor:
+    """A contiguous fp32 [rows, length] tensor in boxes [1, cols], not swizzled: numbers that go with query rows."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, cols], _flat(2))
+
+
+def flat_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """A contiguous fp32 [n, 256] scratch tensor in boxes [rows, 256], not swizzled: a copy as it lies in memory."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 256], _flat(2))
