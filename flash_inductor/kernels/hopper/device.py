@@ -25,7 +25,7 @@ _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float
 
 @core.builtin
 def tma_reduce_add(desc, coord, src, _semantic=None):
-    """Add a shared memory tile to global memory: like ``tma.async_copy_shared_to_global``, ``tma.store_wait`` included."""
+    """Add a shared memory tile to global memory; ordered like ``tma.async_copy_shared_to_global``."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
@@ -51,8 +51,25 @@ def bar_arrive(INDEX: gl.constexpr, THREADS: gl.constexpr):
 
 @gluon.jit
 def tanh_approx(x):
-    """The hardware's tanh, good to 2**-11."""
+    """The hardware's tanh, good to 2**-11: below the rounding of bf16 scores, not of fp16 ones."""
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def tanh_exp(x):
+    """tanh to 2**-22, absolute, at twice the cost: an exponential and a reciprocal."""
+    e = gl.exp2(x * (2.0 * LOG2E))
+    r = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], gl.float32, is_pure=True, pack=1)
+    return 1.0 - 2.0 * r
+
+
+@gluon.jit
+def tanh(x, DTYPE: gl.constexpr):
+    """The cheapest tanh whose error is below the rounding of ``DTYPE``, the element type of query and key."""
+    if DTYPE == gl.bfloat16:
+        return tanh_approx(x)
+    else:
+        return tanh_exp(x)
 
 
 @gluon.jit
