@@ -1,0 +1,1 @@
+"""What benchmarks/attention.py is made of: cases, implementations, checks, timing, summaries."""

@@ -1,0 +1,199 @@
+"""The grid: which attention problems are measured, in which order, and what peers reached on them before.  No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DTYPES = {"bfloat16": "", "float16": " fp16", "float32": " fp32"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem.  Lengths of queries and keys are equal, so both alignments of a causal mask mean the same.
+
+    Attributes:
+        group: part of the grid it belongs to; the summary has one table for each.
+        window: a query sees keys up to this far to the left, and to the right unless ``causal``.
+        layout: "bhnd" for contiguous [B, H, N, D] tensors, "bnhd" for views of [B, N, H, D] memory, as models have.
+        importance: lower is measured earlier.
+    """
+
+    group: str
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+    head_dim: int
+    causal: bool
+    window: int | None = None
+    softcap: float | None = None
+    v_head_dim: int = 0  # 0: that of the keys
+    dtype: str = "bfloat16"
+    layout: str = "bhnd"
+    deterministic: bool = False
+    importance: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that see each other, in one head."""
+        n = self.length
+        reach = n if self.window is None else self.window
+        left = sum(min(i, reach) for i in range(n))
+        return n + left * (1 if self.causal else 2)
+
+    @property
+    def flops(self) -> dict[str, float]:
+        """Of the products over visible pairs, two forward and five backward; what a kernel recomputes doesn't count."""
+        d, dv = self.head_dim, self.value_dim
+        one = 2.0 * self.batch * self.heads * self.pairs
+        return {"forward": one * (d + dv), "backward": one * (3 * d + 2 * dv)}
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """(lower, upper): query i sees key j iff lower <= j - i <= upper."""
+        return None if self.window is None else -self.window, 0 if self.causal else self.window
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of ``flashbwd::attn``, defaults left out."""
+        right = None if self.causal else self.window
+        options = {"is_causal": self.causal, "window_left": self.window, "window_right": right, "softcap": self.softcap}
+        return {name: value for name, value in options.items() if value is not None and value is not False}
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim}/{self.value_dim}"
+        kind = "causal" if self.causal else "full"
+        window = "" if self.window is None else f" window {self.window}"
+        cap = "" if self.softcap is None else f" softcap {self.softcap:g}"
+        rest = DTYPES[self.dtype] + (" deterministic" if self.deterministic else "")
+        rest += "" if self.layout == "bhnd" else f" {self.layout}"
+        return f"B{self.batch} H{self.heads}/{self.kv_heads} N{self.length} D{dims} {kind}{window}{cap}{rest}"
+
+
+def _anchors() -> list[Case]:
+    rows: list[tuple[Any, ...]] = [
+        (4, 16, 16, 4096, 128, False),
+        (4, 16, 16, 4096, 128, True),
+        (1, 16, 16, 16384, 128, True),
+        (4, 32, 32, 4096, 64, False),
+        (4, 32, 32, 4096, 64, True),
+        (4, 32, 8, 4096, 128, True),
+        (4, 8, 8, 4096, 256, True),
+        (16, 16, 16, 1024, 128, True),
+        (1, 32, 8, 16384, 128, True, 1024),
+        (4, 32, 8, 4096, 128, True, None, 50.0),
+        (4, 16, 8, 4096, 256, True, None, 50.0),
+        (2, 16, 8, 8192, 256, True, 4095, 50.0),
+        (4, 32, 8, 4096, 64, True, 128),
+        (4, 16, 16, 4096, 64, False, 64),
+    ]
+    return [Case("anchors", *row) for row in rows]
+
+
+# TFLOP/s (forward, backward) of peers on one H200 in an earlier run, bf16, torch 2.11, cuDNN 9.19.  "stock" is SDPA
+# with a dense mask for windows, and the compiled eager formula for softcap.
+_PUBLISHED: list[dict[str, tuple[int, int]]] = [
+    {"flash": (337, 289), "cudnn": (599, 497), "flex": (458, 391), "fa4": (651, 558)},
+    {"flash": (302, 255), "cudnn": (515, 442), "flex": (364, 345), "fa4": (563, 517)},
+    {"flash": (320, 309), "cudnn": (550, 513), "flex": (403, 378), "fa4": (629, 593)},
+    {"flash": (301, 268), "cudnn": (447, 430), "flex": (398, 314), "fa4": (535, 496)},
+    {"flash": (280, 232), "cudnn": (413, 370), "flex": (345, 271), "fa4": (438, 451)},
+    {"flash": (318, 255), "cudnn": (523, 444), "flex": (382, 339), "fa4": (572, 487)},
+    {"flash": (282, 217), "cudnn": (567, 341), "flex": (280, 131), "fa4": (631, 337)},
+    {"flash": (246, 170), "cudnn": (420, 312), "flex": (265, 253), "fa4": (398, 347)},
+    {"stock": (18, 18), "flex": (317, 293), "fa4": (485, 390)},
+    {"stock": (54, 108), "flex": (187, 169), "fa4": (287, 351)},
+    {"stock": (98, 186), "flex": (164, 98), "fa4": (434, 306)},
+    {"flex": (167, 100), "fa4": (433, 333)},
+    {"stock": (8, 8), "flex": (98, 75), "fa4": (106, 78)},
+    {"flex": (61, 56), "fa4": (46, 63)},
+]
+PUBLISHED = {str(case): peers for case, peers in zip(_anchors(), _PUBLISHED, strict=True)}
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+
+
+def _sweep() -> list[Case]:
+    """N from 512 to 64k at 16k tokens and 2048 features; lengths that say most about the curve come first."""
+    first = {1024: 1, 16384: 1, 512: 2, 65536: 3}
+    return [
+        Case(
+            "lengths", max(1, 16384 // n), 2048 // d, 2048 // d, n, d, causal, layout="bnhd",
+            importance=first.get(n, 4),
+        )
+        for d in (128, 64)
+        for causal in (True, False)
+        for n in LENGTHS
+    ]  # fmt: skip
+
+
+def _variants() -> list[Case]:
+    dims = [
+        Case("head dims", 4, 16, 16, 4096, d, causal, v_head_dim=dv, importance=2)
+        for d, dv in ((96, 0), (192, 128), (256, 0))
+        for causal in (True, False)
+        if (d, causal) != (256, True)  # an anchor
+    ]
+    return [
+        *dims,
+        Case("deterministic", 2, 16, 16, 8192, 128, True, deterministic=True, importance=1),
+        Case("deterministic", 2, 32, 32, 8192, 64, True, deterministic=True, importance=3),
+        Case("deterministic", 4, 16, 16, 4096, 128, False, deterministic=True, importance=3),
+        Case("float16", 4, 16, 16, 4096, 128, True, dtype="float16", importance=2),
+        Case("float16", 4, 32, 8, 4096, 64, False, dtype="float16", importance=3),
+    ]
+
+
+def grid() -> list[Case]:
+    """Every case, the most important first."""
+    return sorted([*_anchors(), *_variants(), *_sweep()], key=lambda case: case.importance)
+
+
+def tiny_grid() -> list[Case]:
+    """Toy sizes with every feature, to try the scripts on a CPU."""
+    return [
+        Case("anchors", 1, 2, 2, 128, 16, True, dtype="float32"),
+        Case("anchors", 1, 4, 2, 128, 16, True, 32, dtype="float32"),
+        Case("anchors", 1, 2, 2, 128, 16, False, None, 5.0, dtype="float32"),
+        Case("head dims", 1, 2, 2, 128, 24, False, 32, v_head_dim=16, dtype="float32", layout="bnhd"),
+    ]
+
+
+def select(cases: Iterable[Case], pattern: str) -> list[Case]:
+    """The cases whose "group: name" the regular expression is found in; ValueError if it is none, or finds none."""
+    try:
+        found = [case for case in cases if re.search(pattern, f"{case.group}: {case}")]
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    if not found:
+        raise ValueError(f"no case matches {pattern!r}; --list prints them")
+    return found
+
+
+def partition(tasks: Sequence[tuple[Case, str]], weights: dict[str, float], workers: int) -> list[list[Any]]:
+    """Tasks (case, implementation) for each worker, about equally heavy.
+
+    What compiles the same kernels stays together, because two workers would both compile them: our implementations
+    of cases that differ in sizes only.
+    """
+    groups: dict[Any, list[tuple[Case, str]]] = {}
+    for case, impl in tasks:
+        features = (case.head_dim, case.value_dim, case.causal, case.window is None, case.softcap is None, case.dtype)
+        key = ("ours", *features, case.deterministic) if impl.startswith("ours") else (impl, case)
+        groups.setdefault(key, []).append((case, impl))
+
+    def weight(group: list[tuple[Case, str]]) -> float:
+        return sum(weights.get(impl, 1.0) for _, impl in group)
+
+    loads: list[list[Any]] = [[0.0, []] for _ in range(workers)]
+    for group in sorted(groups.values(), key=weight, reverse=True):
+        lightest = min(loads, key=lambda load: load[0])
+        lightest[0] += weight(group)
+        lightest[1] += group
+    return [tasks for _, tasks in loads]
