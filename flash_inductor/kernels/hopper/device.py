@@ -17,6 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as core
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+try:  # Triton >= 3.8
+    from triton.experimental.gluon import aggregate as _aggregate
+except ImportError:
+    from triton.language.core import _aggregate
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -66,7 +71,7 @@ def tanh_exp(x):
 @gluon.jit
 def tanh(x, DTYPE: gl.constexpr):
     """The cheapest tanh whose error is below the rounding of ``DTYPE``, the element type of query and key."""
-    if DTYPE == gl.bfloat16:
+    if DTYPE == gl.bfloat16:  # noqa: SIM300 (Triton compares with the constexpr on the left)
         return tanh_approx(x)
     else:
         return tanh_exp(x)
@@ -76,6 +81,29 @@ def tanh(x, DTYPE: gl.constexpr):
 def pin16(x):
     """16-bit data as it is, but computed here: LLVM may not move it across waits and products that follow."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+def struct(cls: type) -> Any:
+    """A class of kernel values, constants and descriptors that kernels pass around as one: made from its annotations.
+
+    Its values are given in the order of the annotations, and it may have methods that are ``gluon.jit``.
+    """
+    names = tuple(cls.__annotations__)
+    constant = tuple(kind is gl.constexpr for kind in cls.__annotations__.values())
+
+    @gluon.constexpr_function
+    def __init__(self, *values):
+        for i in range(len(names)):
+            setattr(self, names[i], gl.constexpr(values[i]) if constant[i] else values[i])
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return _aggregate(cls)
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """Layout of the result of one warpgroup's products: 64 rows."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @lru_cache

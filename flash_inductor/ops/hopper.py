@@ -1,0 +1,287 @@
+"""Launch of the Hopper forward, and what the Hopper kernels take."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..spec import MaskSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LOG2E = 1.4426950408889634
+_L2_BYTES = 28 << 20  # of keys and values that stay in the 50 MB of L2 while others pass through
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the forward is tiled: ``warpgroups`` of 64 query rows, blocks of ``block_n`` keys, ``stages`` of them loaded.
+
+    ``registers`` are those of a computing thread.  ``ping_pong`` (two warpgroups only): they take turns.
+    ``out_in_query``: the result leaves through the query's shared memory.  ``per_sm``: thread blocks on a
+    multiprocessor.
+    """
+
+    warpgroups: int = 2
+    block_n: int = 128
+    stages: int = 2
+    registers: int = 240
+    ping_pong: bool = True
+    out_in_query: bool = False
+    per_sm: int = 1
+
+
+# By the tile that holds the wider head dim, then (longest length it is for, config), by whether there is a mask.
+_WIDE = Config(block_n=64)
+_THREE = Config(warpgroups=3, stages=3, registers=160, ping_pong=False)
+_CONFIGS: dict[int, dict[str, tuple[tuple[float, Config], ...]]] = {
+    64: {
+        "full": ((float("inf"), _THREE),),
+        "upper": ((8191, Config(stages=3)), (float("inf"), _THREE)),
+        "lower": ((float("inf"), Config(stages=3)),),
+    },
+    128: dict.fromkeys(("full", "upper", "lower"), ((float("inf"), Config()),)),
+    256: dict.fromkeys(("full", "upper", "lower"), ((float("inf"), _WIDE),)),
+}
+
+
+def takes(
+    kind: Literal["fwd", "bwd"],
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    capability: int,
+    scale: float | None,
+) -> bool:
+    """Whether the Hopper kernels compute this, whatever the lengths.  ``capability`` is 90 for an H100."""
+    dims = (head_dim, v_head_dim)
+    return (
+        capability // 10 == 9
+        and dtype in (torch.bfloat16, torch.float16)
+        and all(isinstance(d, int) and d % 8 == 0 and 8 <= d <= 256 for d in dims)
+        and (kind == "fwd" or head_dim == v_head_dim)
+        and (scale is None or scale > 0)
+        and _has_gluon()
+    )
+
+
+@lru_cache
+def _has_gluon() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        from ..kernels.hopper import forward  # noqa: F401
+    except (ImportError, AttributeError):  # Gluon is experimental: another Triton may lack a name
+        return False
+    return True
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether TMA can read and write these [batch, heads, length, head dim] tensors: 16-byte steps in all dims."""
+    for x in tensors:
+        step = 16 // x.element_size()
+        strides = x.stride()
+        if x.data_ptr() % 16 or strides[3] != 1:
+            return False
+        for size, stride in zip(x.shape[:3], strides[:3], strict=True):
+            if size > 1 and (stride % step or stride == 0):
+                return False
+    return True
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    mask: MaskSpec,
+    softcap: float | None,
+    config: Config | None = None,
+) -> None:
+    """Write out and lse (fp32 [batch, heads, q_len], contiguous); rows that see nothing get 0 and -inf.
+
+    For what :func:`takes` and :func:`aligned` agree to, ``out`` included; ``config`` overrides the table.
+    """
+    if lse.numel() == 0:
+        return
+    q_len, kv_len = query.shape[2], key.shape[2]
+    lower, upper = mask.lower, mask.upper
+    if _sees_nothing(q_len, kv_len, lower, upper):
+        out.zero_()
+        lse.fill_(-float("inf"))
+        return
+    # Keys that no row sees may hold anything: they aren't loaded.
+    if lower is not None and lower > 0:
+        key, value = key[:, :, lower:], value[:, :, lower:]
+        lower, upper = 0, None if upper is None else upper - lower
+    if upper is not None and q_len + upper < key.shape[2]:
+        key, value = key[:, :, : q_len + upper], value[:, :, : q_len + upper]
+    with torch.cuda.device(query.device):
+        processors = _processors(query.device.index)
+        launch = launch_of(query, key, value, out, lse, _counter(), lower, upper, scale, softcap, processors, config)
+        launch.kernel[(launch.blocks,)](*launch.arguments, **launch.constants)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with all that it is called with."""
+
+    kernel: Any
+    blocks: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+def launch_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    counter: Tensor,
+    lower: int | None,
+    upper: int | None,
+    scale: float,
+    softcap: float | None,
+    processors: int,
+    config: Config | None = None,
+) -> Launch:
+    """How to call the kernel; some key must be seen.  Launches nothing and works on tensors of any device."""
+    kernel, tile_descriptor = _device_code()
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len, v_head_dim = value.shape[1:]
+    sizes, constants, c, blocks = _plan(
+        batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, lower, upper, softcap is not None, processors,
+        config,
+    )  # fmt: skip
+    width, v_width = _tile(head_dim), _tile(v_head_dim)
+    factor, cap = (scale * _LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2E)
+    arguments = (
+        tile_descriptor(query, 64, width), tile_descriptor(key, c.block_n, width),
+        tile_descriptor(value, c.block_n, v_width), tile_descriptor(out, 64, v_width),
+        lse, counter, *sizes, factor, cap,
+    )  # fmt: skip
+    return Launch(kernel, blocks, arguments, constants)
+
+
+@lru_cache
+def _device_code() -> tuple[Any, Callable[..., Any]]:
+    from ..kernels.hopper.device import tile_descriptor
+    from ..kernels.hopper.forward import forward_kernel
+
+    return forward_kernel, tile_descriptor
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    v_head_dim: int,
+    lower: int | None,
+    upper: int | None,
+    has_softcap: bool,
+    processors: int,
+    config: Config | None,
+) -> tuple[tuple[int, ...], dict[str, Any], Config, int]:
+    """All of a launch that the tensors' contents and places don't change."""
+    # A bound that hides nothing is none.
+    lower = None if lower is None or lower <= 1 - q_len else lower
+    upper = None if upper is None or upper >= kv_len - 1 else upper
+    width, v_width = _tile(head_dim), _tile(v_head_dim)
+    c = config or _config(width, v_width, kv_len, lower is not None, upper is not None)
+    group = heads // kv_heads
+    blocks_m = -(-q_len // (64 * c.warpgroups))
+    tiles = blocks_m * batch * heads
+    resident = _L2_BYTES // (kv_len * (width + v_width) * 2)
+    head_set = max(1, min(kv_heads * batch, resident)) * group
+    sizes = (tiles, blocks_m, head_set, batch * heads, heads, group, q_len, kv_len, lower or 0, upper or 0)
+    qk_first, qk_second = _split(head_dim)
+    v_first, v_second = _split(v_head_dim)
+    constants = {
+        "HAS_LOWER": lower is not None,
+        "HAS_UPPER": upper is not None,
+        "RAGGED": kv_len % c.block_n != 0,
+        "NARROW": lower is not None and upper is not None and upper - lower < c.block_n + 62,
+        "SOFTCAP": has_softcap,
+        "QK_FIRST": qk_first,
+        "QK_SECOND": qk_second,
+        "V_FIRST": v_first,
+        "V_SECOND": v_second,
+        "WARPGROUPS": c.warpgroups,
+        "BLOCK_N": c.block_n,
+        "STAGES": c.stages,
+        "PING_PONG": c.ping_pong,
+        "OUT_IN_QUERY": c.out_in_query,
+        "ROW_FASTEST": lower is None and upper is None,
+        "REGISTERS": c.registers,
+        "num_warps": 4,
+    }
+    if c.per_sm > 1:
+        threads = 128 * (c.warpgroups + 1)
+        constants["maxnreg"] = 65536 // (threads * c.per_sm) // 8 * 8
+    return sizes, constants, c, min(tiles, processors * c.per_sm)
+
+
+def _config(width: int, v_width: int, kv_len: int, has_lower: bool, has_upper: bool) -> Config:
+    by_length = _CONFIGS[max(width, v_width)]["lower" if has_lower else "upper" if has_upper else "full"]
+    c = next(config for longest, config in by_length if kv_len <= longest)
+    if width == v_width == 256:  # no shared memory left for a tile of the result
+        c = Config(**{**c.__dict__, "out_in_query": True})
+    return c
+
+
+def _tile(dim: int) -> int:
+    """Columns of the shared memory tile that holds a head dim."""
+    return 64 if dim <= 64 else 128 if dim <= 128 else 256
+
+
+def _split(dim: int) -> tuple[int, int]:
+    """A head dim as one or two powers of two, so that products needn't be as wide as the tile."""
+    for first, seconds in ((64, (0, 16, 32)), (128, (0, 16, 32, 64)), (256, (0,))):
+        for second in seconds:
+            if dim <= first + second:
+                return first, second
+    raise ValueError(f"head dim: expected at most 256, got {dim}")
+
+
+def _sees_nothing(q_len: int, kv_len: int, lower: int | None, upper: int | None) -> bool:
+    """Whether no query sees a key."""
+    low = -q_len if lower is None else lower
+    high = kv_len if upper is None else upper
+    return kv_len == 0 or low > high or low >= kv_len or high <= -q_len
+
+
+@lru_cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _counter() -> Tensor:
+    """The tile counter of the current stream, 0 between launches.
+
+    While a graph is captured, one of its own: two graphs may be replayed at once.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device="cuda")
+    stream = torch.cuda.current_stream()
+    place = (stream.device_index, stream.cuda_stream)
+    counter = _counters.get(place)
+    if counter is None:
+        counter = _counters[place] = torch.zeros(1, dtype=torch.int32, device="cuda")
+    return counter
