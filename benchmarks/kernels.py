@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flash_inductor  # noqa: F401 - registers the op
 from flash_inductor.kernels.configs import Kind, configs
-from flash_inductor.ops import cuda
+from flash_inductor.ops import choice, cuda
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -192,7 +192,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
 def config_calls(case: Case) -> Iterator[tuple[Kind, Any, float, Callable[[], Any]]]:
     """(kind, config, FLOP, call) for each config that the table offers for this case."""
     query, key, value, grad_out = case.inputs()
-    capability, limit = cuda.device_limits(query.device.index)
+    capability, limit = choice.device_limits(query.device.index)
     out, lse = cuda.forward(query, key, value, **case.options)
     block = cuda.block_dim(case.head_dim)
     only: dict[Kind, tuple[bool, bool, bool]] = {"dq": (True, False, False), "dkdv": (False, True, True)}

@@ -18,6 +18,8 @@ class Config:
     Attributes:
         cpu: rewrite attention in graphs on the CPU too ("on" or "off").
         lowering: "template" lowers the op to Inductor Triton templates, "extern" calls the eager kernels.
+        kernel: "auto" takes the fastest CUDA kernel for each problem; "triton", "gluon", "cudnn" or "flash" that one
+            wherever it takes the problem.
         max_mask_elements: largest closed mask (elements) that is evaluated to prove what it means.
         log_sites: log one line per attention site at INFO, besides the line per graph.
         strict: raise an error inside the matcher instead of logging it and compiling the graph as it was written.
@@ -25,11 +27,16 @@ class Config:
 
     cpu: str = "on"
     lowering: str = "template"
+    kernel: str = "auto"
     max_mask_elements: int = 1 << 28
     log_sites: bool = False
     strict: bool = False
 
-    _CHOICES = {"cpu": ("on", "off"), "lowering": ("template", "extern")}  # noqa: RUF012 - no annotation: not a field
+    _CHOICES = {  # noqa: RUF012 - no annotation: not a field
+        "cpu": ("on", "off"),
+        "lowering": ("template", "extern"),
+        "kernel": ("auto", "triton", "gluon", "cudnn", "flash"),
+    }
 
     def __post_init__(self) -> None:
         for name, allowed in self._CHOICES.items():

@@ -11,7 +11,7 @@ from .._compat import inductor
 from .._compat.inductor import Expr, IRNode
 from ..kernels.configs import Config, Kind, configs
 from ..kernels.grad_bias import CHUNK
-from ..ops import cuda as eager
+from ..ops import triton_kernels as eager
 from .features import Optionals
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from .. import support
 from .._compat import inductor
 from .._compat.inductor import Expr, IRNode
 from ..config import get_config
-from ..ops import cuda as eager
+from ..ops import triton_kernels as eager
 from ..spec import AttentionSpec
 
 

@@ -18,7 +18,8 @@ def _save(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
 ) -> None:
     ctx.save_for_backward(*inputs, *output)
-    ctx.options = dict(keyword_only_inputs)
+    # The backward chooses its kernel for itself: what is fastest forward need not even exist backward.
+    ctx.options = {name: value for name, value in keyword_only_inputs.items() if name != "kernel"}
     # An output nobody differentiates gives None instead of a tensor of zeros that would be written and read.
     ctx.set_materialize_grads(False)
 

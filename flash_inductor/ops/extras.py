@@ -25,14 +25,20 @@ class Extras:
 
     def given(self) -> dict[str, Tensor]:
         """Those that aren't None, by name."""
+        if self is NO_EXTRAS:
+            return {}
         return {name: x for name in EXTRAS if (x := getattr(self, name)) is not None}
 
 
 EXTRAS = tuple(field.name for field in fields(Extras))
+NO_EXTRAS = Extras()
+_NAMES = frozenset(EXTRAS)
 
 
 def take_extras(positional: Sequence[Tensor | None], keywords: dict[str, Any]) -> Extras:
     """The optional tensors of a call, whether they came by position or by name; removed from ``keywords``."""
+    if not any(x is not None for x in positional) and _NAMES.isdisjoint(keywords):
+        return NO_EXTRAS
     named = {name: keywords.pop(name) for name in EXTRAS if name in keywords}
     return Extras(**dict(zip(EXTRAS, positional, strict=False)), **named)
 

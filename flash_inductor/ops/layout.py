@@ -6,6 +6,7 @@ The lowering reads it through ``node.meta["val"]`` of the fakes, so fake and rea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -40,8 +41,29 @@ def empty_like_layout(x: Tensor, size: Sequence[int | torch.SymInt], dtype: torc
     version give a dim of size 1 different strides.  If the last dim of ``x`` is strided, plainly contiguous: the
     kernels store whole rows.  ``size`` has as many dims as ``x``; ``dtype`` None means that of ``x``.
     """
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
+    strides, sizes = x.stride(), x.shape
+    # The real thing, for which a lookup is ten times as fast; symbols can't be looked up.
+    if all(map(_is_number, (*strides, *sizes, *size))):
+        wanted = dense_strides(strides, sizes, tuple(size))
+        return torch.empty_strided(size, wanted, dtype=dtype or x.dtype, device=x.device)
+    if strides[-1] != 1 and sizes[-1] != 1:
         return torch.empty(size, dtype=dtype or x.dtype, device=x.device)
-    order = memory_order(x.stride(), x.shape)
+    order = memory_order(strides, sizes)
     position = [order.index(dim) for dim in range(x.dim())]
     return torch.empty([size[dim] for dim in order], dtype=dtype or x.dtype, device=x.device).permute(position)
+
+
+def _is_number(x: object) -> bool:
+    return type(x) is int
+
+
+@lru_cache(maxsize=4096)
+def dense_strides(strides: Sequence[int], sizes: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
+    """The strides that :func:`empty_like_layout` gives a tensor of ``size``, from those and the sizes of ``x``."""
+    rank = len(sizes)
+    plain = strides[-1] != 1 and sizes[-1] != 1
+    found, step = [0] * rank, 1
+    for dim in reversed(range(rank) if plain else memory_order(strides, sizes)):
+        found[dim] = step
+        step *= max(1, size[dim])
+    return tuple(found)

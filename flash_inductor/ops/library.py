@@ -1,7 +1,7 @@
 """The ops of library ``flashbwd``: schemas, fakes, and which code runs on which device.
 
     attn           forward, returns the output and the log-sum-exp of each row
-    attn_backward  gradients from what the forward saved
+    attn_backward  gradients from what the forward saved; any ``kernel``, whichever the forward ran
     block_ranges   which blocks of keys and queries a mask or segments let meet
 
 What they compute is written down in :mod:`flash_inductor.reference`.
@@ -9,13 +9,14 @@ What they compute is written down in :mod:`flash_inductor.reference`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import cpu, validate
-from .extras import grad_sinks, take_extras
+from .extras import NO_EXTRAS, Extras, grad_sinks, take_extras
 from .layout import empty_like_layout
 from .ranges import block_ranges as _block_ranges
 
@@ -26,7 +27,7 @@ _TENSORS = (
 )
 _OPTIONS = (
     "float? scale=None, bool is_causal=False, SymInt? window_left=None, SymInt? window_right=None, "
-    "SymInt diagonal=0, float? softcap=None, float dropout_p=0.0"
+    "SymInt diagonal=0, float? softcap=None, float dropout_p=0.0, str? kernel=None"
 )
 DEFAULTS: dict[str, Any] = {
     "scale": None,
@@ -36,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "diagonal": 0,
     "softcap": None,
     "dropout_p": 0.0,
+    "kernel": None,  # which CUDA kernel: "triton", "gluon", "cudnn", "flash" (see ops.choice), None for the fastest
 }
 DEFAULT_GRADS = [True, True, True, False, False]  # query, key, value, bias, sinks
 
@@ -100,19 +102,43 @@ def _attn_backward_fake(
     )
 
 
-def _register(device_key: str, module_of: Any) -> None:
+class _Checked:
+    """Remembers which calls without optional tensors are valid: checking takes longer than all else before a launch."""
+
+    def __init__(self, most: int = 1 << 14) -> None:
+        self.most = most
+        self.signatures: set[Any] = set()
+
+    def __call__(self, check: Any, tensors: Sequence[Tensor | None], extras: Extras, options: dict[str, Any]) -> None:
+        """Raise what ``check`` raises."""
+        if extras is not NO_EXTRAS:
+            return check(*tensors, extras=extras, **options)
+        metas = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+        # Equal means equally valid here, also of 1, 1.0 and True.
+        signature = (*metas, *(tuple(x) if type(x) is list else x for x in options.values()))
+        if signature not in self.signatures:
+            check(*tensors, extras=extras, **options)
+            if len(self.signatures) >= self.most:
+                self.signatures.clear()
+            self.signatures.add(signature)
+
+
+def _register(device_key: str, module_of: Any, has_choice: bool) -> None:
     """Register the ``forward`` and ``backward`` of the module that ``module_of()`` returns, checked before they run.
 
-    They get the optional tensors that are given by keyword.  ``backward`` returns the gradients of query, key, value
-    and bias; that of the sinks is the same on every device.
+    They get the optional tensors that are given by keyword, and ``kernel`` if the device has a choice of kernels.
+    ``backward`` returns the gradients of query, key, value and bias; that of the sinks is the same on every device.
     """
+    check_forward, check_backward = _Checked(), _Checked()
 
     def forward(
         query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
         extras = take_extras(tensors, options)
         options = {**DEFAULTS, **options}  # the dispatcher drops arguments that equal their default
-        validate.check_forward(query, key, value, extras=extras, **options)
+        check_forward(validate.check_forward, (query, key, value), extras, options)
+        if not has_choice:
+            del options["kernel"]
         return module_of().forward(query, key, value, **options, **extras.given())
 
     def backward(
@@ -129,10 +155,11 @@ def _register(device_key: str, module_of: Any) -> None:
         extras = take_extras(tensors, options)
         options = {**DEFAULTS, "grad_mask": DEFAULT_GRADS, **options}
         saved = (grad_out, grad_lse, query, key, value, out, lse)
-        validate.check_backward(*saved, extras=extras, **options)
-        want_sinks = options["grad_mask"][4]
+        check_backward(validate.check_backward, saved, extras, options)
+        if not has_choice:
+            del options["kernel"]
         grads = module_of().backward(*saved, **options, **extras.given())
-        if want_sinks and extras.sinks is not None:
+        if options["grad_mask"][4] and extras.sinks is not None:
             return (*grads, grad_sinks(grad_out, grad_lse, out, lse, extras.sinks))
         return (*grads, query.new_empty((0,)))
 
@@ -146,5 +173,5 @@ def _cuda_module() -> Any:
     return cuda
 
 
-_register("CPU", lambda: cpu)
-_register("CUDA", _cuda_module)
+_register("CPU", lambda: cpu, has_choice=False)
+_register("CUDA", _cuda_module, has_choice=True)

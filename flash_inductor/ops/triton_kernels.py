@@ -1,4 +1,4 @@
-"""Eager CUDA: launches the Triton kernels.  The same code runs on CPU tensors under TRITON_INTERPRET=1, for tests."""
+"""Launches the Triton kernels on CUDA tensors, or on CPU tensors under TRITON_INTERPRET=1, for tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ..kernels.configs import Config, Kind, configs
 from ..kernels.forward import forward_kernel
 from ..kernels.grad_bias import CHUNK, grad_bias_kernel
 from ..spec import MaskSpec
+from .choice import device_limits
 from .cuda_features import pack, pair_bytes
 from .extras import Extras
 from .layout import empty_like_layout
@@ -55,7 +55,7 @@ def forward(
     extras = _with_ranges(Extras(**tensors), q_len, value.shape[2])
     feats, chosen = pack(extras, heads, dropout_p, extras.key_range, with_sinks=True)
     c = config or _configs("fwd", query, value, pair_bytes(extras, dropout_p))[0]
-    with _device(query):
+    with on_device(query):
         forward_kernel[(triton.cdiv(q_len, c.block_m) * batch * heads,)](
             query, key, value, out, lse,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sizes, feats,
@@ -124,7 +124,7 @@ def backward(
     inputs = (grad_out, query, key, value)
     strides = [s for x in inputs for s in x.stride()[:3]]
     extra_bytes = pair_bytes(extras, dropout_p)
-    with _device(query):
+    with on_device(query):
         if want_query:
             c = dq_config or _configs("dq", query, value, extra_bytes)[0]
             feats, chosen = pack(extras, heads, dropout_p, extras.key_range)
@@ -188,8 +188,14 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Launches inside go to the device of ``x``."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(x.device)
+
+
+_HERE = contextlib.nullcontext()
 
 
 def _align(*tensors: Tensor) -> int:
@@ -204,13 +210,6 @@ def _meta(c: Config) -> dict[str, int]:
 def block_dim(dim: int) -> int:
     """The width of the tile that holds a head dim: the next power of two, at least 16 (tl.dot's minimum)."""
     return max(16, triton.next_power_of_2(dim))
-
-
-@lru_cache
-def device_limits(index: int) -> tuple[int, int | None]:
-    """(compute capability, shared memory bytes a block may use) of a CUDA device."""
-    props = torch.cuda.get_device_properties(index)
-    return props.major * 10 + props.minor, getattr(props, "shared_memory_per_block_optin", None)
 
 
 def _configs(kind: Kind, query: Tensor, value: Tensor, extra_bytes: int) -> tuple[Config, ...]:

@@ -13,12 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from .. import support
+from ..kernels.choices import KERNELS
 from ..spec import AttentionSpec, MaskSpec
-from .extras import Extras
+from .extras import NO_EXTRAS, Extras
 from .ranges import check_equal
 from .validate_extras import FLOATS, check_extras, words
-
-NO_EXTRAS = Extras()
 
 
 def check_forward(
@@ -33,11 +32,14 @@ def check_forward(
     diagonal: Any,
     softcap: float | None,
     dropout_p: float = 0.0,
+    kernel: str | None = None,
     extras: Extras = NO_EXTRAS,
 ) -> None:
     """Raise TypeError, ValueError or NotImplementedError unless these are inputs of ``flashbwd::attn``."""
     _check_tensors(query, key, value)
     _check_options(scale, window_left, window_right, softcap)
+    if kernel is not None and kernel not in KERNELS:
+        raise ValueError(f"kernel: expected one of {', '.join(KERNELS)}, or None for the fastest, got {kernel!r}")
     check_extras(extras, query, key, dropout_p)
     spec = AttentionSpec(scale, MaskSpec.from_window(is_causal, window_left, window_right, diagonal), softcap)
     reasons = support.unsupported_reasons(

@@ -14,7 +14,7 @@ from torch import Tensor
 import flash_inductor.lowering
 import flash_inductor.ops
 from flash_inductor.kernels.configs import Config, Kind, configs
-from flash_inductor.ops import cuda
+from flash_inductor.ops import choice, cuda
 from flash_inductor.ops.cuda_features import pair_bytes
 from flash_inductor.ops.extras import Extras
 
@@ -61,7 +61,7 @@ _TABLE: dict[str, Case] = {
 
 def _rows() -> list[tuple[Kind, int, str, Config]]:
     """Every configuration that a launch with these features may choose."""
-    capability, limit = cuda.device_limits(0) if torch.cuda.is_available() else (90, None)
+    capability, limit = choice.device_limits(0) if torch.cuda.is_available() else (90, None)
     kinds: tuple[Kind, ...] = ("fwd", "dq", "dkdv", "dbias")
     rows = []
     for name, case in _TABLE.items():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flash_inductor.kernels.configs import Config, Kind, configs
-from flash_inductor.ops import cuda
+from flash_inductor.ops import choice, cuda
 from flash_inductor.spec import AttentionSpec, MaskSpec
 from flash_inductor.testing import assert_close_to_reference, make_inputs
 
@@ -26,7 +26,7 @@ _FEATURES: dict[str, tuple[dict[str, Any], float | None]] = {
 
 
 def _rows() -> list[tuple[Kind, int, Config]]:
-    capability, limit = cuda.device_limits(0) if torch.cuda.is_available() else (90, None)
+    capability, limit = choice.device_limits(0) if torch.cuda.is_available() else (90, None)
     kinds: tuple[Kind, ...] = ("fwd", "dq", "dkdv")
     return [(kind, dim, c) for kind in kinds for dim in _DIMS for c in configs(kind, capability, dim, dim, 2, limit)]
 

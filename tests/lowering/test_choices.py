@@ -18,7 +18,7 @@ from torch._inductor import select_algorithm
 from flash_inductor._compat import inductor
 from flash_inductor.kernels.configs import configs, shared_memory_bytes
 from flash_inductor.lowering import choices
-from flash_inductor.ops import cuda as eager
+from flash_inductor.ops import triton_kernels as eager
 
 MEASURE = {"max_autotune": True, "search_autotune_cache": False}
 

@@ -1,0 +1,174 @@
+"""Which kernel computes a problem on a CUDA device: what each takes, and which of those is the fastest.
+
+Eager calls and the lowering ask here, so that they run the same code.  Nothing here touches a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import support
+from ..config import get_config
+from ..kernels.choices import KERNELS, Band, Kind, order
+from ..spec import AttentionSpec, MaskSpec
+
+_SHORTEST_CUDNN = 64  # cuDNN has had no plan for some shorter lengths
+_OLDEST_CUDNN = 90_500
+_16_BIT = (torch.bfloat16, torch.float16)
+
+
+class Problem(NamedTuple):
+    """All that the choice depends on, in plain numbers.
+
+    ``lengths`` (queries, keys) only rank kernels: what isn't known may be a guess.  ``band`` and ``square`` have to
+    hold: "full" that nothing is hidden, "causal" that only a right bound is left, square that this is SDPA's causal,
+    from the corner of as many keys as queries.  ``capability`` is major * 10 + minor.
+    """
+
+    kind: Kind
+    capability: int
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    lengths: tuple[int, int]
+    band: Band
+    square: bool = False
+    scale: float | None = None
+    softcap: bool = False
+    extras: bool = False  # optional tensors or dropout
+    grad_lse: bool = False
+    deterministic: bool = False
+
+
+def classify(mask: MaskSpec, q_len: Any, kv_len: Any, *, same_length: bool) -> tuple[Band, bool]:
+    """``band`` and ``square`` of a problem; lengths may be symbols, of which nothing is asked."""
+    mask = support.effective_mask(mask, q_len, kv_len)
+    if mask.lower is not None:
+        return "window", False
+    if mask.upper is None:
+        return "full", False
+    return "causal", same_length and isinstance(mask.upper, int) and mask.upper == 0
+
+
+def refusal(kernel: str, p: Problem) -> str | None:
+    """Why a kernel doesn't take a problem; None if it does."""
+    if kernel == "triton":
+        return None
+    if p.extras:
+        return "it knows no bias, mask, segments, sinks and dropout"
+    if kernel == "gluon":
+        scale = 1.0 / math.sqrt(p.head_dim) if p.scale is None else p.scale
+        taken = _gluon_takes(p.kind, p.head_dim, p.v_head_dim, p.dtype, p.capability, scale)
+        return None if taken else "it takes 16-bit inputs on compute capability 9.0 with a positive scale"
+    return _aten_refusal(kernel, p)
+
+
+def _aten_refusal(kernel: str, p: Problem) -> str | None:
+    """ATen's kernels are asked for what they define exactly as the op does."""
+    widest = max(p.head_dim, p.v_head_dim)
+    if p.dtype not in _16_BIT:
+        return "it takes bfloat16 and float16"
+    if p.softcap or not (p.band == "full" or p.square):
+        return "it knows full and causal attention (of as many keys as queries) without a softcap"
+    if p.scale is not None and p.scale <= 0:
+        return "it takes a positive scale"
+    if p.head_dim != p.v_head_dim or p.head_dim % 8 or widest > 256:
+        return "it takes equal head dims, multiples of 8 up to 256"
+    if p.grad_lse:
+        return "its backward knows no gradient of lse"
+    if kernel == "flash":
+        # Above 192 the backward of sm_86 and its like lacks shared memory.
+        taken = p.capability >= 80 and (widest <= 192 or p.capability in (80, 90, 100))
+        return None if taken else "it needs compute capability 8.0, for head dims above 192 exactly 8.0, 9.0 or 10.0"
+    if not (p.capability // 10 == 9 or (p.capability // 10 == 10 and widest <= 128)) or _cudnn() < _OLDEST_CUDNN:
+        return "it needs cuDNN 9.5 and compute capability 9.0, or 10.0 for head dims up to 128"
+    if p.deterministic and p.kind == "bwd":
+        return "its backward is not deterministic"
+    return None
+
+
+def eligible(p: Problem) -> tuple[str, ...]:
+    """The kernels that take a problem; "triton" always does."""
+    return tuple(kernel for kernel in KERNELS if fits(kernel, p))
+
+
+def fits(kernel: str, p: Problem) -> bool:
+    """Whether a kernel takes a problem of these very lengths."""
+    return not (kernel == "cudnn" and min(p.lengths) < _SHORTEST_CUDNN) and refusal(kernel, p) is None
+
+
+@lru_cache(maxsize=4096)
+def choose(p: Problem, forced: str = "auto") -> str:
+    """The fastest kernel by the table; ``forced`` (``Config.kernel``) instead where it takes the problem."""
+    if 0 in p.lengths:
+        return "triton"
+    ranked = order(p.capability // 10, p.kind, max(p.head_dim, p.v_head_dim), p.band, p.lengths[1], p.softcap)
+    return next(kernel for kernel in (forced, *ranked) if kernel != "auto" and fits(kernel, p))
+
+
+def of_site(
+    spec: AttentionSpec,
+    q_shape: Sequence[Any],
+    k_shape: Sequence[Any],
+    v_shape: Sequence[Any],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[str, str] | None:
+    """(forward, backward) kernels of a site of a CUDA graph, for reports; None if its device can't be asked."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    q_len, kv_len = q_shape[2], k_shape[2]
+    band, square = classify(spec.mask, q_len, kv_len, same_length=_symbol(q_len) == _symbol(kv_len))
+    problem = Problem(
+        "fwd",
+        device_limits(device.index or 0)[0],
+        dtype,
+        q_shape[3],
+        v_shape[3],
+        (_guess(q_len), _guess(kv_len)),
+        band,
+        square,
+        spec.scale,
+        spec.softcap is not None,
+        bool(spec.extras),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    forced = get_config().kernel
+    return choose(problem, forced), choose(problem._replace(kind="bwd"), forced)
+
+
+def _symbol(size: Any) -> Any:
+    """Something to compare sizes by, without a guard."""
+    return size if isinstance(size, int) else size.node.expr
+
+
+def _guess(size: Any) -> int:
+    """The number behind a symbol, without a guard."""
+    hint = size if isinstance(size, int) else size.node.hint
+    return hint if isinstance(hint, int) else 4096
+
+
+@lru_cache
+def device_limits(index: int) -> tuple[int, int | None]:
+    """(compute capability, shared memory bytes a block may use) of a CUDA device."""
+    props = torch.cuda.get_device_properties(index)
+    return props.major * 10 + props.minor, getattr(props, "shared_memory_per_block_optin", None)
+
+
+@lru_cache
+def _cudnn() -> int:
+    return torch.backends.cudnn.version() or 0
+
+
+@lru_cache
+def _gluon_takes(kind: Kind, head_dim: int, v_head_dim: int, dtype: torch.dtype, capability: int, scale: float) -> bool:
+    try:
+        from . import hopper, hopper_backward  # noqa: F401 - both or none
+    except ImportError:  # a Triton without Gluon
+        return False
+    return hopper.takes(kind, head_dim, v_head_dim, dtype, capability, scale)
