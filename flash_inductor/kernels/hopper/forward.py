@@ -267,7 +267,7 @@ def _compute(W: gl.constexpr, rows, problem, memory, o_desc, lse_ptr, OUT_IN_QUE
         factor = gl.where(blind, 0.0, 1.0 / total)
         lse = gl.where(blind, float("-inf"), (highest + gl.log2(total)) * LN2)
         lengthwise = row + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, rows.S))
-        first_lse = (batch * problem.heads + head).to(gl.int64) * problem.q_len
+        first_lse = gl.cast(batch * problem.heads + head, gl.int64) * problem.q_len
         gl.store(lse_ptr + first_lse + lengthwise, lse, mask=lengthwise < problem.q_len)
         tma.store_wait(0)  # the tile before has left its buffer
         first, second = rows.wait_out(first, second)

@@ -1,0 +1,62 @@
+"""The logic of the Hopper forward in the emulator: every loop, both tilings, ragged lengths, bands, groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flash_inductor.kernels import hopper as package
+from flash_inductor.ops import hopper
+from flash_inductor.ops.hopper import Config
+from flash_inductor.spec import AttentionSpec, MaskSpec
+from flash_inductor.testing import assert_close_to_reference, make_inputs
+
+from .gluon_emulator import Descriptor, Pointer, launch, load
+
+_FOLDER = Path(package.__path__[0])
+_TWO = Config(stages=2)
+_THREE = Config(warpgroups=3, block_n=64, stages=3, ping_pong=False)
+_REUSED = Config(block_n=64, out_in_query=True)
+_CASES: dict[str, tuple[Config, dict[str, Any], MaskSpec, float | None]] = {
+    # name: (config, sizes, band, softcap)
+    "full": (_TWO, {"q_len": 300, "kv_len": 333}, MaskSpec(), None),
+    "full_three": (_THREE, {"q_len": 300, "kv_len": 256}, MaskSpec(), None),
+    "causal": (_TWO, {"q_len": 300, "heads": 4, "kv_heads": 2}, MaskSpec(upper=0), None),
+    "causal_three": (_THREE, {"q_len": 450, "heads": 4, "kv_heads": 2}, MaskSpec(upper=0), None),
+    "bottom_right": (_THREE, {"q_len": 200, "kv_len": 500}, MaskSpec(upper=300), None),
+    "fewer_keys": (_THREE, {"q_len": 400, "kv_len": 130}, MaskSpec(upper=-270), None),
+    "left": (_THREE, {"q_len": 500, "kv_len": 400}, MaskSpec(lower=-100), None),
+    "window": (_TWO, {"q_len": 450}, MaskSpec(-200, 0), None),
+    "narrow": (_THREE, {"q_len": 450}, MaskSpec(-70, 0), None),
+    "both_sides": (_THREE, {"q_len": 400}, MaskSpec(-30, 40), None),
+    "thin": (_REUSED, {"q_len": 400, "kv_len": 200}, MaskSpec(-3, -2), None),
+    "far_right": (_THREE, {"q_len": 100, "kv_len": 600}, MaskSpec(390, 450), None),
+    "one_query": (_THREE, {"q_len": 1, "kv_len": 500}, MaskSpec(), None),
+    "softcap": (_REUSED, {"q_len": 300}, MaskSpec(upper=0), 2.0),
+    "two_parts": (_TWO, {"q_len": 200, "head_dim": 80, "v_head_dim": 96}, MaskSpec(upper=0), None),
+    "wide_value": (_TWO, {"q_len": 200, "v_head_dim": 160}, MaskSpec(upper=0), None),
+}
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_emulated(name: str) -> None:
+    config, sizes, mask, softcap = _CASES[name]
+    query, key, value = make_inputs(**{"batch": 1, "heads": 2, "head_dim": 64, **sizes}, dtype=torch.bfloat16)
+    out = torch.full((*query.shape[:3], value.shape[3]), torch.nan, dtype=query.dtype)
+    lse = torch.full(query.shape[:3], torch.nan)
+    counter = torch.zeros(1, dtype=torch.int32)
+    scale = query.shape[3] ** -0.5
+    # Three blocks of threads for more tiles than that: they go on from tile to tile, and the counter comes into play.
+    call = hopper.launch_of(
+        query, key, value, out, lse, counter, mask.lower, mask.upper, scale, softcap, 3 // config.per_sm, config
+    )
+    names = load(_FOLDER / "tiles.py", _FOLDER / "forward.py")
+    descriptors = [Descriptor(x.base, x.block_shape) for x in call.arguments[:4]]
+    constants = {k: v for k, v in call.constants.items() if k not in ("num_warps", "maxnreg")}
+    arguments = (*descriptors, Pointer(lse), Pointer(counter), *call.arguments[6:])
+    launch(names["forward_kernel"], call.blocks, *arguments, **constants)
+    assert counter.item() == 0
+    assert_close_to_reference([out, lse], query, key, value, AttentionSpec(scale, mask, softcap))
