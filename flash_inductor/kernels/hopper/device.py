@@ -83,6 +83,24 @@ def pin16(x):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
+@gluon.jit
+def pack16(x):
+    """Pairs of 16-bit elements as int32: what a loop carries as 16-bit is taken apart and put together again."""
+    low, high = gl.split(x.to(gl.int16, bitcast=True).reshape([x.shape[0], x.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpack16(x, dtype: gl.constexpr):
+    """What :func:`pack16` was given."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    return gl.join(low, high).reshape([x.shape[0], x.shape[1] * 2]).to(dtype, bitcast=True)
+
+
 def struct(cls: type) -> Any:
     """A class of kernel values, constants and descriptors that kernels pass around as one: made from its annotations.
 

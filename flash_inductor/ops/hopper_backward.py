@@ -1,0 +1,267 @@
+"""Launches the backward on Hopper.  Imported only where Gluon can be: see ``hopper.takes``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..kernels.hopper.around import finish_kernel, prepare_kernel
+from ..kernels.hopper.backward import backward_kernel
+from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
+from ..spec import MaskSpec
+
+_LOG2E = 1.4426950408889634
+_ROWS = 128  # rows of query that scratch tensors are rounded up to
+_L2_BYTES = 28 << 20  # what the heads that are worked on together may take of the second level cache (50 MiB)
+_WAVES = 256  # CTAs of unequal length that fill the 132 SMs evenly when the longest start first
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Tuning of the kernel for one width; see the kernel for the meaning.  ``heads_at_once`` None: by L2 and length."""
+
+    stages: int
+    ds_buffers: int = 2
+    ahead: bool = False
+    main_registers: int = 216
+    dq_registers: int = 72
+    heads_at_once: int | None = None
+
+
+_CONFIGS = {64: BackwardConfig(stages=4, ahead=True), 128: BackwardConfig(stages=3)}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One backward in which every query sees a key and every key is seen by a query.
+
+    Tensors as for :func:`backward`; lse and grad_lse may have any stride between heads.  The band holds only bounds
+    that hide something.
+    """
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+    grad_query: Tensor
+    grad_key: Tensor
+    grad_value: Tensor
+    scale: float
+    mask: MaskSpec
+    softcap: float | None
+    deterministic: bool
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of query in scratch tensors."""
+        return triton.cdiv(self.query.shape[2], _ROWS) * _ROWS
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its grid and arguments; a value, so that tests can compile it where it can't run."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def __call__(self) -> None:
+        self.kernel[self.grid](*self.args, **self.constants)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """fp32: lse in log2 units and delta [batch * heads, q_rows], dQ's accumulator [n, 256]; int32 turns or None."""
+
+    lse: Tensor
+    delta: Tensor
+    grad_query: Tensor
+    turns: Tensor | None
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    *,
+    scale: float,
+    mask: MaskSpec,
+    softcap: float | None,
+    deterministic: bool,
+    config: BackwardConfig | None = None,
+) -> None:
+    """Writes the three gradients of ``flashbwd::attn`` on the current device.
+
+    fp16 or bf16 tensors that ``hopper.takes`` and ``hopper.aligned`` hold for, the gradients' included; lse and
+    grad_lse fp32 [batch, heads, q_len].  ``deterministic``: the same bits in every run; else the sums of grad_query
+    over keys are in no fixed order.
+    """
+    problem = Problem(
+        grad_out, grad_lse if grad_lse is None or grad_lse.is_contiguous() else grad_lse.contiguous(),
+        query, key, value, out, lse, grad_query, grad_key, grad_value, scale, mask, softcap, deterministic,
+    )  # fmt: skip
+    visible = trim(problem)
+    if visible is not None:
+        for launch in launches(visible, config):
+            launch()
+
+
+def launches(problem: Problem, config: BackwardConfig | None = None) -> list[Launch]:
+    """What has to be launched for a trimmed problem, in order."""
+    width = max(problem.query.shape[3], problem.value.shape[3])
+    for limit, launcher in _LAUNCHERS.items():
+        if width <= limit:
+            return launcher(problem, limit, config)
+    raise NotImplementedError(f"head dim: expected at most {max(_LAUNCHERS)}, got {width}")
+
+
+def trim(problem: Problem) -> Problem | None:
+    """The problem without queries that see nothing and keys that nobody sees, whose gradients are set to 0.
+
+    None if nothing is left.  The kernel never reads what is cut off: what is not finite there can't leak.
+    """
+    q_len, kv_len = problem.query.shape[2], problem.key.shape[2]
+    (q_begin, q_end, k_begin, k_end), lower, upper = _visible(q_len, kv_len, problem.mask.lower, problem.mask.upper)
+    problem = replace(problem, mask=MaskSpec(lower, upper))
+    if (q_begin, q_end, k_begin, k_end) == (0, q_len, 0, kv_len):
+        return problem if problem.query.numel() and problem.key.numel() else None
+    for grads, begin, end in (
+        ((problem.grad_query,), q_begin, q_end),
+        ((problem.grad_key, problem.grad_value), k_begin, k_end),
+    ):
+        for grad in grads:
+            grad[:, :, :begin].zero_()
+            grad[:, :, end:].zero_()
+    if q_begin == q_end or problem.query.numel() == 0 or problem.key.numel() == 0:
+        return None
+    names = {
+        (q_begin, q_end): ("grad_out", "grad_lse", "query", "out", "lse", "grad_query"),
+        (k_begin, k_end): ("key", "value", "grad_key", "grad_value"),
+    }
+    if (q_begin, q_end) == (k_begin, k_end):
+        names = {(q_begin, q_end): sum(names.values(), ())}
+    changed: dict[str, Any] = {}
+    for (begin, end), group in names.items():
+        for name in group:
+            x = getattr(problem, name)
+            changed[name] = None if x is None else x[:, :, begin:end]
+    return replace(problem, **changed)
+
+
+@lru_cache(maxsize=1024)
+def _visible(
+    q_len: int, kv_len: int, lower: int | None, upper: int | None
+) -> tuple[tuple[int, int, int, int], int | None, int | None]:
+    """(first query that sees a key, end, first key that is seen, end), and the band counted from these."""
+    low = -q_len if lower is None else max(lower, -q_len)
+    high = kv_len if upper is None else min(upper, kv_len)
+    q_begin, q_end = max(0, -high), min(q_len, kv_len - low)
+    k_begin, k_end = max(0, low), min(kv_len, q_len + high)
+    if low > high or q_begin >= q_end or k_begin >= k_end:
+        return (0, 0, 0, 0), None, None
+    low, high = low + q_begin - k_begin, high + q_begin - k_begin
+    rows, cols = q_end - q_begin, k_end - k_begin
+    spans = (q_begin, q_end, k_begin, k_end)
+    return spans, low if low > -(rows - 1) else None, high if high < cols - 1 else None
+
+
+def prepare(problem: Problem, dim: int) -> tuple[Scratch, Launch]:
+    """Scratch tensors, and the launch that fills them, for an accumulator of ``dim`` columns."""
+    batch, heads, q_len, _ = problem.query.shape
+    q_rows, rows = problem.q_rows, batch * heads * problem.q_rows
+    new = problem.lse.new_empty
+    turns = new(rows // 64, dtype=torch.int32) if problem.deterministic else None
+    scratch = Scratch(new((batch * heads, q_rows)), new((batch * heads, q_rows)), new((rows * dim // 256, 256)), turns)
+    out, grad_out, lse, grad_lse = problem.out, problem.grad_out, problem.lse, problem.grad_lse
+    args = (
+        out, grad_out, lse, grad_lse, scratch.lse, scratch.delta, scratch.grad_query, turns,
+        *out.stride()[:3], *grad_out.stride()[:3], lse.stride(1), 0 if grad_lse is None else grad_lse.stride(1),
+        heads, q_len, q_rows,
+    )  # fmt: skip
+    v_dim = problem.value.shape[3]
+    constants = {
+        "HEAD_DIM": v_dim, "BLOCK_D": triton.next_power_of_2(v_dim), "DIM": dim, "BLOCK_M": 64,
+        "GRAD_LSE": grad_lse is not None, "DETERMINISTIC": problem.deterministic,
+        "ALIGN": _align(out, grad_out), "num_warps": 4,
+    }  # fmt: skip
+    return scratch, Launch(prepare_kernel, (q_rows // 64 * batch * heads,), args, constants)
+
+
+def _align(*tensors: Tensor) -> int:
+    return 8 if all(s % 8 == 0 for x in tensors for s in x.stride()[:3]) else 1
+
+
+def finish(problem: Problem, scratch: Scratch, dim: int) -> Launch:
+    """The launch that writes grad_query."""
+    batch, heads, q_len, head_dim = problem.query.shape
+    grad = problem.grad_query
+    args = (scratch.grad_query, grad, *grad.stride()[:3], heads, q_len, problem.q_rows, problem.scale)
+    constants = {"HEAD_DIM": head_dim, "DIM": dim, "ALIGN": _align(grad), "num_warps": 4}
+    return Launch(finish_kernel, (triton.cdiv(q_len, 64) * batch * heads,), args, constants)
+
+
+def _launches(problem: Problem, dim: int, config: BackwardConfig | None) -> list[Launch]:
+    """Head dims up to 128: ``kernels.hopper.backward``."""
+    c = config or _CONFIGS[dim]
+    block_m, block_n = 64, 128
+    batch, heads, q_len, _ = problem.query.shape
+    kv_heads, kv_len = problem.key.shape[1:3]
+    scratch, first = prepare(problem, dim)
+    lower, upper, softcap = problem.mask.lower, problem.mask.upper, problem.softcap
+    even = lower is None and upper is None
+    at_once = c.heads_at_once or heads_at_once(batch, heads, kv_heads, q_len, kv_len, dim, even)
+    blocks_n = triton.cdiv(kv_len, block_n)
+    args = (
+        tile_descriptor(problem.query, block_m, dim), tile_descriptor(problem.key, block_n // 2, dim),
+        tile_descriptor(problem.value, block_n // 2, dim), tile_descriptor(problem.grad_out, block_m, dim),
+        row_descriptor(scratch.lse, block_m), row_descriptor(scratch.delta, block_m),
+        flat_descriptor(scratch.grad_query, 16), tile_descriptor(problem.grad_key, block_n // 2, dim),
+        tile_descriptor(problem.grad_value, block_n // 2, dim), scratch.turns,
+        heads, kv_heads, heads // kv_heads, batch * kv_heads, at_once, blocks_n, q_len, problem.q_rows, kv_len,
+        lower or 0, upper or 0, problem.scale / softcap if softcap else problem.scale * _LOG2E, problem.scale,
+        (softcap or 0.0) * _LOG2E,
+    )  # fmt: skip
+    constants = {
+        "HAS_LOWER": lower is not None, "HAS_UPPER": upper is not None, "RAGGED": kv_len % block_n != 0,
+        "SOFTCAP": softcap is not None, "DETERMINISTIC": problem.deterministic, "BLOCK_M": block_m, "BLOCK_N": block_n,
+        "DIM": dim, "STAGES": c.stages, "DS_BUFFERS": c.ds_buffers, "AHEAD": c.ahead,
+        "MAIN_REGISTERS": c.main_registers, "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
+    }  # fmt: skip
+    main = Launch(backward_kernel, (blocks_n * batch * kv_heads,), args, constants)
+    return [first, main, finish(problem, scratch, dim)]
+
+
+@lru_cache(maxsize=1024)
+def heads_at_once(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, even: bool) -> int:
+    """How many key heads are worked on together.
+
+    Their query, grad_out and dQ stay in L2, but where key blocks differ in length (not ``even``) a last group of fewer
+    than two waves of CTAs leaves SMs idle for up to an eighth of the run: then L2 has to stand back.
+    """
+    total = batch * kv_heads
+    at_once = _L2_BYTES // max(1, heads // kv_heads * q_len * dim * 8)
+    if not even:
+        at_once = max(at_once, triton.cdiv(_WAVES, triton.cdiv(kv_len, 128)))
+    groups = triton.cdiv(total, max(1, min(total, at_once)))
+    return triton.cdiv(total, groups)  # groups of about the same size
+
+
+# The widest head dim of each: its launches.  Ascending.
+_LAUNCHERS: dict[int, Callable[[Problem, int, BackwardConfig | None], list[Launch]]] = {64: _launches, 128: _launches}
