@@ -154,6 +154,16 @@ class Descriptor:
         source = shared.data.view(self.block_shape)
         _local.stores.append(lambda: target.copy_(source[tuple(slice(n) for n in target.shape)]))
 
+    def add(self, at: Sequence[int], shared: _Shared) -> None:
+        target = self.box(at)
+        source = shared.data.view(self.block_shape)
+
+        def run() -> Tensor:
+            with _lock:
+                return target.add_(source[tuple(slice(n) for n in target.shape)])
+
+        _local.stores.append(run)
+
 
 class Pointer:
     """To contiguous memory; sums with ints or int tensors point further."""
@@ -187,7 +197,7 @@ def _store_wait(pending: int) -> None:
 
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     if dtype is torch.int64:
-        return _Barriers(shape[0])
+        return _Barriers(shape[0]) if len(shape) > 1 else _Barrier()
     return _Shared(torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -1, dtype=dtype))
 
 
@@ -203,6 +213,19 @@ def _atomic_add(pointer: Pointer, value: int, sem: str = "") -> int:
         old = int(pointer.data[pointer.offset])
         pointer.data[pointer.offset] += value
     return old
+
+
+def _await_turn(pointer: Pointer, turn: int) -> None:
+    """Programs run one after the other: the turn must have come."""
+    if pointer.data[pointer.offset] < turn:
+        raise RuntimeError(f"deadlock: turn {turn}, but it is {pointer.data[pointer.offset]}")
+
+
+def _pass_turn(pointer: Pointer, turn: int) -> None:
+    _store_wait(0)
+    if pointer.data[pointer.offset] >= turn:
+        raise RuntimeError(f"turn {turn} comes after {pointer.data[pointer.offset]}")
+    pointer.data[pointer.offset] = turn
 
 
 def _warp_specialize(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *resources: Any) -> None:
@@ -251,6 +274,10 @@ def _jit(function: Any = None, **options: Any) -> Any:
     return function or (lambda decorated: decorated)
 
 
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
+
+
 def _either(ints: Callable[..., int], tensors: Callable[..., Tensor]) -> Callable[..., Any]:
     return lambda a, b: (ints if isinstance(a, int) and isinstance(b, int) else tensors)(a, b)
 
@@ -264,21 +291,22 @@ def _namespace() -> dict[str, Any]:
         float16=torch.float16, float32=torch.float32, int32=torch.int32, int64=torch.int64,
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
-        arange=lambda start, end, layout=None: torch.arange(start, end), where=torch.where, exp2=torch.exp2,
+        arange=lambda start, end, layout=None: torch.arange(start, end), where=_where, exp2=torch.exp2,
         log2=torch.log2, max=lambda x, axis: int(x[0]) if x.ndim == 1 else x.amax(axis),
         sum=lambda x, axis: x.sum(axis), minimum=_either(min, torch.minimum), maximum=_either(max, torch.maximum),
         cast=lambda x, dtype: x, to_tensor=lambda x: x, convert_layout=lambda x, layout: x, static_range=range,
         program_id=lambda axis: _local.program, num_programs=lambda axis: _local.programs,
         allocate_shared_memory=_allocate, store=_store, atomic_add=_atomic_add, warp_specialize=_warp_specialize,
         NVMMADistributedLayout=nothing, DotOperandLayout=nothing, SliceLayout=nothing, BlockedLayout=nothing,
-        SwizzledSharedLayout=nothing, NVMMASharedLayout=nothing,
+        SwizzledSharedLayout=nothing, NVMMASharedLayout=SimpleNamespace(get_default_for=nothing),
+        static_assert=nothing, thread_barrier=nothing,
     )  # fmt: skip
     mbarrier = SimpleNamespace(
         MBarrierLayout=nothing,
         init=lambda barrier, count: barrier.init(count),
         expect=lambda barrier, expected: barrier.arrive(expected=expected),
-        arrive=lambda barrier, count=1: barrier.arrive(count),
-        wait=lambda barrier, phase: barrier.wait(phase),
+        arrive=lambda barrier, count=1, pred=True: barrier.arrive(count) if pred else None,
+        wait=lambda barrier, phase, pred=True: barrier.wait(phase) if pred else None,
     )
     tma = SimpleNamespace(
         async_copy_global_to_shared=lambda desc, at, barrier, shared: desc.load(at, barrier, shared),
@@ -287,6 +315,8 @@ def _namespace() -> dict[str, Any]:
     )
     return {
         "gl": gl, "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit), "tma": tma, "mbarrier": mbarrier,
+        "await_turn": _await_turn, "pass_turn": _pass_turn,
+        "tma_reduce_add": lambda desc, at, shared: desc.add(at, shared),
         "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait, "fence_async_shared": nothing, "struct": _struct,
         "accumulator": nothing, "tanh": lambda x, dtype: torch.tanh(x), "pin16": lambda x: x,
         "LOG2E": 1.4426950408889634, "LN2": 0.6931471805599453,
