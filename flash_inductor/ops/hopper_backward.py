@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -105,13 +104,14 @@ def backward(
     mask: MaskSpec,
     softcap: float | None,
     deterministic: bool,
-    config: BackwardConfig | None = None,
+    config: Any = None,
 ) -> None:
     """Writes the three gradients of ``flashbwd::attn`` on the current device.
 
     fp16 or bf16 tensors that ``hopper.takes`` and ``hopper.aligned`` hold for, the gradients' included; lse and
     grad_lse fp32 [batch, heads, q_len].  ``deterministic``: the same bits in every run; else the sums of grad_query
-    over keys are in no fixed order.
+    over keys are in no fixed order.  ``config`` overrides the tuning: a BackwardConfig, or a WideConfig for head dims
+    above 128.
     """
     problem = Problem(
         grad_out, grad_lse if grad_lse is None or grad_lse.is_contiguous() else grad_lse.contiguous(),
@@ -123,13 +123,14 @@ def backward(
             launch()
 
 
-def launches(problem: Problem, config: BackwardConfig | None = None) -> list[Launch]:
-    """What has to be launched for a trimmed problem, in order."""
+def launches(problem: Problem, config: Any = None) -> list[Launch]:
+    """What has to be launched for a trimmed problem, in order; ``config`` as in :func:`backward`."""
     width = max(problem.query.shape[3], problem.value.shape[3])
-    for limit, launcher in _LAUNCHERS.items():
-        if width <= limit:
-            return launcher(problem, limit, config)
-    raise NotImplementedError(f"head dim: expected at most {max(_LAUNCHERS)}, got {width}")
+    if width > 128:
+        from .hopper_backward_wide import wide_launches  # its parts are here
+
+        return wide_launches(problem, config)
+    return _launches(problem, 64 if width <= 64 else 128, config)
 
 
 def trim(problem: Problem) -> Problem | None:
@@ -261,7 +262,3 @@ def heads_at_once(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int
         at_once = max(at_once, triton.cdiv(_WAVES, triton.cdiv(kv_len, 128)))
     groups = triton.cdiv(total, max(1, min(total, at_once)))
     return triton.cdiv(total, groups)  # groups of about the same size
-
-
-# The widest head dim of each: its launches.  Ascending.
-_LAUNCHERS: dict[int, Callable[[Problem, int, BackwardConfig | None], list[Launch]]] = {64: _launches, 128: _launches}

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""Turns: numbers in global memory that order what thread blocks add to the same place, for sums that repeat bit for bit.
+"""Turns: numbers in global memory that order what thread blocks add to one place, for sums that repeat bit for bit.
 
 A block may only wait for blocks with smaller program ids: the hardware starts those first, so nobody waits for ever.
 """
@@ -22,7 +22,7 @@ def _stores_done(_semantic=None):
 
 @gluon.jit
 def await_turn(turn_ptr, turn):
-    """Until ``turn_ptr`` holds ``turn`` or more; what was added before it was set comes before what this warpgroup adds.
+    """Until ``turn_ptr`` holds ``turn`` or more: what was added before it was set comes before what is added now.
 
     Every thread polls, so that no barrier is needed after it.
     """
