@@ -115,14 +115,18 @@ def kernel_name(
     *,
     lowering: str = "template",
     capability: tuple[int, int] | None = None,
+    chosen: tuple[str, str] = ("triton", "triton"),
 ) -> str:
     """Which kernel a supported site runs as, in words for reports.
 
     ``lowering`` is the setting of that name; "extern" and uncompiled calls run the eager Triton kernel.
-    ``capability`` is the (major, minor) of the GPU, if known.
+    ``capability`` is the (major, minor) of the GPU, if known; ``chosen`` the kernels of forward and backward.
     """
     if device == "cuda":
         arch = "" if capability is None else f" (sm_{capability[0]}{capability[1]})"
-        return ("Triton templates" if lowering == "template" else "eager Triton kernel") + arch
+        triton = "Triton templates" if lowering == "template" else "eager Triton kernel"
+        names = {"triton": triton, "gluon": "Hopper Gluon kernels", "cudnn": "cuDNN", "flash": "ATen flash"}
+        forward, backward = (names[name] for name in chosen)
+        return (forward if forward == backward else f"{forward}, backward {backward}") + arch
     spec = replace(spec, mask=effective_mask(spec.mask, q_shape[2], k_shape[2]))
     return "ATen CPU flash" if aten_cpu_route(spec, q_shape, k_shape, v_shape) else "tiled CPU kernel"

@@ -16,20 +16,23 @@ from typing import Any
 
 import sympy
 import torch
+from torch import Tensor
 from torch._inductor import config as _config
 from torch._inductor.ir import ExternKernel, FixedLayout, FlexibleLayout, TensorBox
+from torch._inductor.lowering import constrain_to_fx_strides, fallback_handler, lowerings, register_lowering
 from torch._inductor.lowering import empty_strided as _empty_strided
-from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
 from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._python_dispatch import _disable_current_modes as no_modes
 from torch.utils._sympy.functions import FloorDiv
 
 IRNode = Any  # TensorBox: a tensor of the graph being lowered
 Expr = Any  # int | sympy.Expr: a size
 
-__all__ = ["SymbolicGridFn"]
+__all__ = ["SymbolicGridFn", "no_modes"]
 
 
 def lowering(op: torch._ops.OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -45,6 +48,11 @@ def fallback(op: torch._ops.OpOverload) -> Callable[..., Any]:
 def max_autotune() -> bool:
     """Whether the user asked for measured choices."""
     return bool(_config.max_autotune)
+
+
+def is_ahead_of_time() -> bool:
+    """Whether the code is to run without Python (AOTInductor), where an op written in it can't be called."""
+    return bool(V.graph.aot_mode)
 
 
 def template(name: str, grid: Any, source: str) -> TritonTemplate:
@@ -118,6 +126,46 @@ def _realized(x: IRNode) -> IRNode:
     return realized
 
 
+def in_traced_layout(args: Sequence[Any]) -> list[Any]:
+    """The positional arguments of the node being lowered, in memory, dims ordered as when it was traced.
+
+    An op that is called then gives its outputs the strides that its fake promised.
+    """
+    return list(constrain_to_fx_strides(V.graph.current_node, *args)[0])
+
+
+def has_strides_of(x: IRNode, elements: int) -> bool:
+    """Whether the last dim is contiguous and all else known to be multiples of so many elements, none of them 0."""
+    layout, sizevars = x.get_layout(), V.graph.sizevars
+    *strides, last = layout.stride
+    steps = [stride for size, stride in zip(layout.size, strides, strict=False) if static_int(size) != 1]
+    return sizevars.statically_known_equals(last, 1) and all(
+        sizevars.statically_known_multiple_of(sympy.sympify(step), elements)
+        and not sizevars.statically_known_equals(step, 0)
+        for step in (*steps, *([layout.offset] if static_int(layout.offset) != 0 else []))
+    )
+
+
+def real_like(inputs: Sequence[IRNode | None], device: torch.device) -> list[Tensor | None]:
+    """Real tensors of random numbers for inputs in memory, symbols replaced by what they were when traced."""
+    generator = torch.Generator(device)  # torch's own keeps its state
+
+    def one(x: IRNode | None) -> Tensor | None:
+        if x is None:
+            return None
+        size, stride = ([hint(n) for n in numbers] for numbers in (x.get_size(), x.get_stride()))
+        return torch.empty_strided(size, stride, dtype=x.get_dtype(), device=device).normal_(generator=generator)
+
+    with no_modes():
+        return [one(x) for x in inputs]
+
+
+def milliseconds(function: Callable[[], Any]) -> float:
+    """Time of a call on the GPU."""
+    with no_modes():
+        return float(benchmarker.benchmark_gpu(function))
+
+
 def expanded_dims(argument: str) -> list[int]:
     """The dims of an argument of the node being lowered in which it has stride 0 and more than one element."""
     node: Any = V.graph.current_node
@@ -177,6 +225,17 @@ def static_int(size: Expr) -> int | None:
     """The number a size is, or None if it is symbolic."""
     size = sympy.sympify(size)
     return int(size) if size.is_Integer else None
+
+
+def hint(size: Expr, unknown: int = 4096) -> int:
+    """The number that a size was when traced."""
+    number = static_int(size)
+    return V.graph.sizevars.optimization_hint(sympy.sympify(size), fallback=unknown) if number is None else number
+
+
+def known_equal(a: Expr, b: Expr) -> bool:
+    """Whether two sizes are equal whatever the symbols are."""
+    return bool(V.graph.sizevars.statically_known_equals(sympy.sympify(a), sympy.sympify(b)))
 
 
 def simplify(size: Expr) -> Expr:

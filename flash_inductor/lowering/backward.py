@@ -14,6 +14,7 @@ from ..ops.extras import Extras, take_extras
 from ..ops.library import DEFAULT_GRADS, DEFAULTS, attn_backward
 from .choices import bias_grid, key_grid, launch, load_template, query_grid
 from .features import optionals, realize, varying_dims
+from .kernel import call_of_kernel
 from .problem import template_constants
 
 _call_op = inductor.fallback(attn_backward)
@@ -35,17 +36,21 @@ def lower_attn_backward(
     grad_mask: list[bool] = DEFAULT_GRADS,
     **keywords: Any,
 ) -> Any:
-    """Delta and grad_sinks as ordinary reductions, then templates for the other gradients."""
+    """The op with the name of a kernel, or templates, with delta and grad_sinks as ordinary reductions."""
+    args = (grad_out, grad_lse, query, key, value, out, lse, *tensors)
+    with_mask = {**keywords, "grad_mask": list(grad_mask)}
 
     def call_op() -> Any:
-        saved = (grad_out, grad_lse, query, key, value, out, lse)
-        return _call_op(*saved, *tensors, **keywords, grad_mask=list(grad_mask))
+        return _call_op(*args, **with_mask)
 
     options = {**DEFAULTS, **keywords}
     extras = take_extras(tensors, options)
     constants = template_constants(query, key, value, (grad_out, out), options)
     if constants is None:
         return call_op()
+    called = call_of_kernel("bwd", _call_op, args, with_mask, extras, constants)
+    if called is not None:
+        return called
     want_query, want_key, want_value, want_bias, want_sinks = grad_mask
     bias = extras.bias
     extras, dropout_p = realize(extras), options["dropout_p"]

@@ -10,6 +10,7 @@ from ..ops.extras import take_extras
 from ..ops.library import DEFAULTS, attn
 from .choices import launch, load_template, query_grid
 from .features import optionals, realize
+from .kernel import call_of_kernel
 from .problem import template_constants
 
 _call_op = inductor.fallback(attn)
@@ -18,12 +19,16 @@ _template = load_template("forward", query_grid)
 
 @inductor.lowering(attn)
 def lower_attn(query: IRNode, key: IRNode, value: IRNode, *tensors: IRNode | None, **keywords: Any) -> Any:
-    """One template that stores out, and lse if something reads it."""
+    """The op with the name of a kernel, or one template that stores out, and lse if something reads it."""
     options = {**DEFAULTS, **keywords}
     extras = take_extras(tensors, options)
     constants = template_constants(query, key, value, (), options)
+    args = (query, key, value, *tensors)
     if constants is None:
-        return _call_op(query, key, value, *tensors, **keywords)
+        return _call_op(*args, **keywords)
+    called = call_of_kernel("fwd", _call_op, args, keywords, extras, constants)
+    if called is not None:
+        return called
     extras = realize(extras)
     extra = optionals(extras, options["dropout_p"], extras.key_range, with_sinks=True)
     inputs = [inductor.strided_input(x) for x in (query, key, value)]
@@ -43,5 +48,5 @@ def lower_attn(query: IRNode, key: IRNode, value: IRNode, *tensors: IRNode | Non
         extra=extra,
     )
     if out is None:
-        return _call_op(query, key, value, *tensors, **keywords)
+        return _call_op(*args, **keywords)
     return out, mutated[0] if store_lse else None

@@ -13,6 +13,7 @@ from torch import fx
 from .. import support
 from .._compat import buffers
 from ..config import get_config
+from ..ops import choice
 from ..report import Site, record
 from ..spec import AttentionSpec
 from . import bodies, canonical, effects, emit, encoder_layer, locate, mha, safety, sites
@@ -167,7 +168,9 @@ def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
     reasons = support.unsupported_reasons(spec, q, k, v, name, device.type)
     if reasons:
         raise Refused(" ".join(reasons))
-    outcome.kernel = support.kernel_name(spec, q, k, v, name, device.type, lowering=get_config().lowering)
+    chosen = choice.of_site(spec, q, k, v, dtype, device)
+    lowering = get_config().lowering
+    outcome.kernel = support.kernel_name(spec, q, k, v, name, device.type, lowering=lowering, chosen=chosen)
     private = safety.written_after(program, last)
     emitter, node = emit.replacement(
         last,

@@ -19,7 +19,7 @@ def _save(
 ) -> None:
     ctx.save_for_backward(*inputs, *output)
     # The backward chooses its kernel for itself: what is fastest forward need not even exist backward.
-    ctx.options = {name: value for name, value in keyword_only_inputs.items() if name != "kernel"}
+    ctx.options = {name: value for name, value in keyword_only_inputs.items() if name != "kernel_name"}
     # An output nobody differentiates gives None instead of a tensor of zeros that would be written and read.
     ctx.set_materialize_grads(False)
 

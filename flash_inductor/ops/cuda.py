@@ -33,16 +33,16 @@ _WITHOUT_TENSORS = {*_DEFAULTS, "dropout_p"}
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, *, kernel: str | None = None, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, *, kernel_name: str | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """``flashbwd::attn`` on CUDA tensors: out [B, Hq, Nq, Dv] in query's dtype and layout, lse fp32 [B, Hq, Nq].
 
     fp16, bf16 or fp32; head dims up to 256.  ``options`` are those of :func:`triton_kernels.forward`, which runs
     wherever one of them is its own (``config``, the optional tensors, dropout).  Arguments are taken as valid.
 
-    Raises NotImplementedError if ``kernel`` names one that doesn't take the problem.
+    Raises NotImplementedError if ``kernel_name`` names one that doesn't take the problem.
     """
-    plan = _plan_of("fwd", (query, key, value), kernel, options, False)
+    plan = _plan_of("fwd", (query, key, value), kernel_name, options, False)
     if plan is None or not _aligned(query, key, value):
         return triton_kernels.forward(query, key, value, **options)
     if plan.kernel == "gluon":
@@ -69,7 +69,7 @@ def backward(
     lse: Tensor,
     *,
     grad_mask: Sequence[bool] = (True, True, True, False, False),
-    kernel: str | None = None,
+    kernel_name: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias on CUDA tensors; shape [0] where ``grad_mask`` is False.
@@ -78,7 +78,7 @@ def backward(
     errors as for :func:`forward`.
     """
     inputs = (query, key, value)
-    plan = _plan_of("bwd", inputs, kernel, options, grad_lse is not None)
+    plan = _plan_of("bwd", inputs, kernel_name, options, grad_lse is not None)
     if plan is None or not any(grad_mask[:3]) or not _aligned(grad_out, *inputs, out):
         saved = (grad_out, grad_lse, *inputs, out, lse)
         return triton_kernels.backward(*saved, grad_mask=grad_mask, **options)
@@ -186,7 +186,7 @@ def _plan(
 
 
 def _cannot(kernel: str, reason: str) -> str:
-    return f"kernel: {kernel} was asked for, but {reason}; leave it None for one that can"
+    return f"kernel_name: {kernel} was asked for, but {reason}; leave it None for one that can"
 
 
 def _aligned(*tensors: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The ops of library ``flashbwd``: schemas, fakes, and which code runs on which device.
 
     attn           forward, returns the output and the log-sum-exp of each row
-    attn_backward  gradients from what the forward saved; any ``kernel``, whichever the forward ran
+    attn_backward  gradients from what the forward saved; any ``kernel_name``, whichever the forward ran
     block_ranges   which blocks of keys and queries a mask or segments let meet
 
 What they compute is written down in :mod:`flash_inductor.reference`.
@@ -27,7 +27,7 @@ _TENSORS = (
 )
 _OPTIONS = (
     "float? scale=None, bool is_causal=False, SymInt? window_left=None, SymInt? window_right=None, "
-    "SymInt diagonal=0, float? softcap=None, float dropout_p=0.0, str? kernel=None"
+    "SymInt diagonal=0, float? softcap=None, float dropout_p=0.0, str? kernel_name=None"
 )
 DEFAULTS: dict[str, Any] = {
     "scale": None,
@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "diagonal": 0,
     "softcap": None,
     "dropout_p": 0.0,
-    "kernel": None,  # which CUDA kernel: "triton", "gluon", "cudnn", "flash" (see ops.choice), None for the fastest
+    "kernel_name": None,  # of kernels.choices.KERNELS, on CUDA; None for the fastest
 }
 DEFAULT_GRADS = [True, True, True, False, False]  # query, key, value, bias, sinks
 
@@ -126,7 +126,7 @@ class _Checked:
 def _register(device_key: str, module_of: Any, has_choice: bool) -> None:
     """Register the ``forward`` and ``backward`` of the module that ``module_of()`` returns, checked before they run.
 
-    They get the optional tensors that are given by keyword, and ``kernel`` if the device has a choice of kernels.
+    They get the optional tensors that are given by keyword, and ``kernel_name`` if the device has a choice of kernels.
     ``backward`` returns the gradients of query, key, value and bias; that of the sinks is the same on every device.
     """
     check_forward, check_backward = _Checked(), _Checked()
@@ -138,7 +138,7 @@ def _register(device_key: str, module_of: Any, has_choice: bool) -> None:
         options = {**DEFAULTS, **options}  # the dispatcher drops arguments that equal their default
         check_forward(validate.check_forward, (query, key, value), extras, options)
         if not has_choice:
-            del options["kernel"]
+            del options["kernel_name"]
         return module_of().forward(query, key, value, **options, **extras.given())
 
     def backward(
@@ -157,7 +157,7 @@ def _register(device_key: str, module_of: Any, has_choice: bool) -> None:
         saved = (grad_out, grad_lse, query, key, value, out, lse)
         check_backward(validate.check_backward, saved, extras, options)
         if not has_choice:
-            del options["kernel"]
+            del options["kernel_name"]
         grads = module_of().backward(*saved, **options, **extras.given())
         if options["grad_mask"][4] and extras.sinks is not None:
             return (*grads, grad_sinks(grad_out, grad_lse, out, lse, extras.sinks))

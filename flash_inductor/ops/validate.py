@@ -32,14 +32,15 @@ def check_forward(
     diagonal: Any,
     softcap: float | None,
     dropout_p: float = 0.0,
-    kernel: str | None = None,
+    kernel_name: str | None = None,
     extras: Extras = NO_EXTRAS,
 ) -> None:
     """Raise TypeError, ValueError or NotImplementedError unless these are inputs of ``flashbwd::attn``."""
     _check_tensors(query, key, value)
     _check_options(scale, window_left, window_right, softcap)
-    if kernel is not None and kernel not in KERNELS:
-        raise ValueError(f"kernel: expected one of {', '.join(KERNELS)}, or None for the fastest, got {kernel!r}")
+    if kernel_name is not None and kernel_name not in KERNELS:
+        names = ", ".join(KERNELS)
+        raise ValueError(f"kernel_name: expected one of {names}, or None for the fastest, got {kernel_name!r}")
     check_extras(extras, query, key, dropout_p)
     spec = AttentionSpec(scale, MaskSpec.from_window(is_causal, window_left, window_right, diagonal), softcap)
     reasons = support.unsupported_reasons(

@@ -23,13 +23,6 @@ from flash_inductor.ops import triton_kernels as eager
 MEASURE = {"max_autotune": True, "search_autotune_cache": False}
 
 
-@pytest.fixture(autouse=True)
-def _forget_the_device() -> Iterator[None]:
-    eager.device_limits.cache_clear()
-    yield
-    eager.device_limits.cache_clear()
-
-
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.ops.flashbwd.attn(query, key, value, is_causal=True)[0]
 

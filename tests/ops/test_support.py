@@ -64,6 +64,8 @@ def name(device="cpu", spec=SPEC, v=SHAPE, **options):
 def test_kernel_names():
     assert name("cuda", capability=(9, 0)) == "Triton templates (sm_90)"
     assert name("cuda", lowering="extern") == "eager Triton kernel"
+    assert name("cuda", capability=(9, 0), chosen=("gluon", "gluon")) == "Hopper Gluon kernels (sm_90)"
+    assert name("cuda", chosen=("cudnn", "triton")) == "cuDNN, backward Triton templates"
     assert name() == "ATen CPU flash"
     assert name(spec=AttentionSpec(mask=MaskSpec(None, 0))) == "ATen CPU flash"
     assert name(spec=AttentionSpec(mask=MaskSpec(-1000, 0))) == "ATen CPU flash"  # the window hides nothing

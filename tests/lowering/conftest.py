@@ -1,0 +1,18 @@
+"""Most files here are about the templates; those about the choice of a kernel switch it on themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from flash_inductor import config
+from flash_inductor.ops import choice
+
+
+@pytest.fixture(autouse=True)
+def templates_only() -> Iterator[None]:
+    choice.device_limits.cache_clear()  # the fake devices of different tests have the same number
+    with config.override(kernel="triton"):
+        yield
+    choice.device_limits.cache_clear()
