@@ -1,0 +1,60 @@
+"""Launches the backward on Hopper for head dims above 128."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+from ..kernels.hopper.backward_wide import backward_wide_kernel
+from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
+from .hopper_backward import Launch, Problem, finish, heads_at_once, prepare
+
+_LOG2E = 1.4426950408889634
+_BLOCK = 64  # keys and queries of a step
+
+
+@dataclass(frozen=True)
+class WideConfig:
+    """Tuning; see the kernel for the meaning.  ``heads_at_once`` None: by L2 and length."""
+
+    stages: int = 2
+    part: int = 64
+    slots: int = 1
+    ds_in_registers: bool = False
+    kv_registers: int = 208
+    dq_registers: int = 88
+    heads_at_once: int | None = None
+
+
+def wide_launches(problem: Problem, config: WideConfig | None = None) -> list[Launch]:
+    """What has to be launched for a trimmed problem, in order: head dims up to 256, one of them above 128."""
+    c = config or WideConfig()
+    batch, heads, q_len, head_dim = problem.query.shape
+    kv_heads, kv_len, v_head_dim = problem.value.shape[1:]
+    dim, v_dim = 256, 128 if v_head_dim <= 128 else 256
+    scratch, first = prepare(problem, dim)
+    lower, upper, softcap = problem.mask.lower, problem.mask.upper, problem.softcap
+    even = lower is None and upper is None
+    # It counts blocks of twice as many keys.
+    at_once = c.heads_at_once or heads_at_once(batch, heads, kv_heads, q_len, 2 * kv_len, dim, even)
+    blocks_n = triton.cdiv(kv_len, _BLOCK)
+    args = (
+        tile_descriptor(problem.query, _BLOCK, dim), tile_descriptor(problem.key, _BLOCK, dim),
+        tile_descriptor(problem.value, _BLOCK, v_dim), tile_descriptor(problem.grad_out, _BLOCK, v_dim),
+        row_descriptor(scratch.lse, _BLOCK), row_descriptor(scratch.delta, _BLOCK),
+        flat_descriptor(scratch.grad_query, c.part // 4), tile_descriptor(problem.grad_key, _BLOCK, dim),
+        tile_descriptor(problem.grad_value, _BLOCK, v_dim), scratch.turns,
+        heads, kv_heads, heads // kv_heads, batch * kv_heads, at_once, blocks_n, q_len, problem.q_rows, kv_len,
+        lower or 0, upper or 0, problem.scale / softcap if softcap else problem.scale * _LOG2E, problem.scale,
+        (softcap or 0.0) * _LOG2E,
+    )  # fmt: skip
+    constants = {
+        "HAS_LOWER": lower is not None, "HAS_UPPER": upper is not None, "RAGGED": kv_len % _BLOCK != 0,
+        "SOFTCAP": softcap is not None, "DETERMINISTIC": problem.deterministic, "DIM": dim, "V_DIM": v_dim,
+        "STAGES": c.stages, "PARTS": c.slots * triton.cdiv(head_dim, c.slots * c.part), "PART": c.part,
+        "SLOTS": c.slots, "DS_IN_REGISTERS": c.ds_in_registers, "KV_REGISTERS": c.kv_registers,
+        "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
+    }  # fmt: skip
+    main = Launch(backward_wide_kernel, (blocks_n * batch * kv_heads,), args, constants)
+    return [first, main, finish(problem, scratch, dim)]
