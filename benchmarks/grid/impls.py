@@ -1,12 +1,14 @@
 """The implementations of one attention problem that a user of PyTorch could pick, each by name.
 
-stock         what torch.compile makes of F.scaled_dot_product_attention with nothing forced; with a dense mask for
-              windows, and of the formula written out where there is a softcap, which SDPA has not
-flash, cudnn  SDPA with that backend forced
-flex          compiled FlexAttention with its block mask
-fa3, fa4      the packages flash_attn_interface and flash_attn.cute, where they are installed
-ours          the op in a compiled graph: what a matched site becomes
-ours:NAME     the op called eagerly with ``kernel_name=NAME``
+    stock         what torch.compile makes of F.scaled_dot_product_attention with nothing forced; with a dense mask for
+                  windows, and of the formula written out where there is a softcap, which SDPA has not
+    flash, cudnn  SDPA with that backend forced
+    flex          compiled FlexAttention with its block mask
+    fa3, fa4      the packages flash_attn_interface and flash_attn.cute, where they are installed
+    ours          the op in a compiled graph: what a matched site becomes
+    ours:NAME     the op called eagerly with ``kernel_name=NAME``
+
+An implementation that can't do a case raises Unsupported when it is made, or refuses when it is called.
 """
 
 from __future__ import annotations

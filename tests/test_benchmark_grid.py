@@ -1,0 +1,457 @@
+"""benchmarks/attention.py and what it is made of: on the CPU, at toy sizes, and with children that only pretend."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+import flash_inductor
+from flash_inductor.reference import attention_backward, attention_forward
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+import attention
+from grid import bounds, cases, check, impls, measure, plots, ranking, summary, supervise, timing
+from grid.cases import Case
+from grid.store import Store
+
+BENCHMARKS = Path(attention.__file__).parent
+TINY = cases.tiny_grid()
+
+
+# --- cases
+
+
+def test_grid_has_what_it_promises() -> None:
+    grid = cases.grid()
+    names = [str(case) for case in grid]
+    assert len(set(names)) == len(names)
+    assert names[: len(cases.PUBLISHED)] == list(cases.PUBLISHED)  # the anchors come first
+    assert len([figure for peers in cases.PUBLISHED.values() for figure in peers["fa4"]]) == 28
+    assert {(c.head_dim, c.value_dim) for c in grid} >= {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}
+    for dim in (64, 128):
+        for causal in (True, False):
+            lengths = {c.length for c in grid if (c.group, c.head_dim, c.causal) == ("lengths", dim, causal)}
+            assert lengths == {512, 1024, 2048, 4096, 8192, 16384, 32768, 65536}
+    assert any(c.deterministic and c.length == 8192 and c.head_dim == 128 and c.causal for c in grid)
+    assert any(c.dtype == "float16" for c in grid)
+    assert [c.importance for c in grid] == sorted(c.importance for c in grid)
+
+
+@pytest.mark.parametrize(
+    "case", [*TINY, Case("x", 2, 4, 2, 50, 8, True, 7), Case("x", 1, 1, 1, 9, 8, False, 20)], ids=str
+)
+def test_flops_count_visible_pairs(case: Case) -> None:
+    mask = impls.dense_mask(case, "cpu")
+    pairs = case.length**2 if mask is None else int(mask.sum())
+    assert case.pairs == pairs
+    total = 2 * case.batch * case.heads * pairs
+    assert case.flops["forward"] == total * (case.head_dim + case.value_dim)
+    assert case.flops["backward"] == total * (3 * case.head_dim + 2 * case.value_dim)
+
+
+def test_select_finds_names_and_says_what_is_wrong() -> None:
+    assert {c.softcap for c in cases.select(cases.grid(), r"anchors.*softcap")} == {50.0}
+    with pytest.raises(ValueError, match="no case matches 'D7'"):
+        cases.select(cases.grid(), "D7")
+    with pytest.raises(ValueError, match="no regular expression"):
+        cases.select(cases.grid(), "(")
+
+
+def test_partition_gives_each_task_once_and_keeps_common_kernels_together() -> None:
+    grid = cases.grid()
+    tasks = [(case, name) for case in grid for name in ("flex", "ours", "ours:gluon")]
+    shares = cases.partition(tasks, {"flex": 12.0, "ours": 8.0, "ours:gluon": 8.0}, 5)
+    assert sorted(map(str, itertools.chain(*shares))) == sorted(map(str, tasks))
+    one = [i for i, share in enumerate(shares) for case, name in share
+           if name != "flex" and (case.head_dim, case.causal, case.window, case.softcap, case.group)
+           == (64, True, None, None, "lengths")]  # fmt: skip
+    assert len(one) > 2 and len(set(one)) == 1
+    assert all(shares)
+
+
+# --- checks
+
+
+@pytest.mark.parametrize("chunk", [2**27, 40 * 100])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("x", 2, 4, 2, 100, 8, True, None, 3.0, dtype="float32"),
+        Case("x", 1, 2, 1, 100, 8, True, 13, v_head_dim=16, dtype="float32", layout="bnhd"),
+        Case("x", 1, 2, 2, 100, 8, False, 30, 2.0, dtype="float32"),
+        Case("x", 1, 2, 2, 100, 8, False, dtype="float32"),
+    ],
+    ids=str,
+)
+def test_reference_is_the_specification(case: Case, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "CHUNK", chunk)
+    *qkv, grad_out = impls.inputs(case, "cpu")
+    expected = check.reference(case, [*qkv, grad_out])
+    assert expected.dtype == torch.float64 and len(expected.heads) == case.batch * case.kv_heads
+    spec = flash_inductor.AttentionSpec(mask=flash_inductor.MaskSpec(*case.band), softcap=case.softcap)
+    double = [x.double() for x in qkv]
+    out, _ = attention_forward(*double, spec)
+    grads = attention_backward(grad_out.double(), None, *double, spec)
+    errors = check.errors(case, expected, [out, *grads[:3]])
+    assert max(errors.values()) < 1e-6, errors
+
+
+def test_errors_see_one_wrong_head_and_what_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    case = TINY[1]
+    tensors = impls.inputs(case, "cpu")
+    expected = check.reference(case, tensors)
+    results = [x.clone() for x in measure.Prepared(case, "stock", tensors, "cpu").results()]
+    assert max(check.errors(case, expected, results).values()) < 1e-5
+    results[2][0, 1, 3] += 1.0
+    errors = check.errors(case, expected, results)
+    assert errors["key"] > 1e-2 and max(errors[n] for n in ("out", "query", "value")) < 1e-5
+    monkeypatch.setattr(check, "MOST_FLOPS", 0)  # the last head only
+    assert check.chosen_heads(case) == [(0, 1)]
+    results[0][0, 0, 0, 0] = torch.nan
+    assert check.errors(case, check.reference(case, tensors), results)["out"] == float("inf")
+
+
+def test_heads_to_check_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("x", 4, 8, 8, 64, 16, True)
+    monkeypatch.setattr(check, "MOST_FLOPS", 3.5 * sum(case.flops.values()) / 32)
+    heads = check.chosen_heads(case)
+    assert len(heads) == 3 and heads[0] == (0, 0) and heads[-1] == (3, 7)
+
+
+def test_bounds() -> None:
+    peers = [{"out": 2e-3}, {"out": 3e-3}]
+    assert bounds.inaccurate({"out": 3.9e-3}, peers, "bfloat16") == {}
+    assert bounds.inaccurate({"out": 4.1e-3}, peers, "bfloat16") == {"out": pytest.approx(2.05)}
+    assert bounds.inaccurate({"out": 5e-3}, [], "bfloat16") == {}
+    assert "out" in bounds.inaccurate({"out": 5e-2}, [], "bfloat16")
+    assert bounds.inaccurate({"out": 1e-6}, [{"out": 1e-7}], "float32") == {}  # both are rounding
+    for bad in (float("nan"), float("inf"), 0.5):
+        assert bounds.is_wrong("bfloat16", {"out": 1e-3, "key": bad})
+        assert bounds.inaccurate({"out": bad}, peers, "bfloat16")
+    assert not bounds.is_wrong("bfloat16", {"out": 4e-3})
+
+
+@pytest.mark.parametrize(
+    "band", [(True, None), (True, 128), (True, 300), (False, 64), (False, 129), (True, 1024)], ids=str
+)
+def test_block_mask_is_that_of_flex_attention(band: tuple[bool, int | None]) -> None:
+    case = Case("x", 1, 1, 1, 512, 16, *band)
+    mine = impls.block_mask(case, "cpu")
+    lower, upper = case.band
+
+    def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (j - i >= (-512 if lower is None else lower)) & (j - i <= (512 if upper is None else upper))
+
+    theirs = create_block_mask(visible, None, None, 512, 512, device="cpu")
+    assert mine is not None
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+    assert torch.equal(mine.to_dense(), theirs.to_dense())
+    at = torch.arange(512)
+    dense = mine.mask_mod(0, 0, at[:, None], at[None, :])
+    assert torch.equal(dense, impls.dense_mask(case, "cpu"))
+    assert impls.block_mask(Case("x", 1, 1, 1, 512, 16, False), "cpu") is None
+
+
+# --- timing
+
+
+class FakeClock:
+    """Each call takes the number of milliseconds it returns."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[float, int]] = []
+
+    def times(self, call: Any, count: int) -> list[float]:
+        self.log.append((call(), count))
+        return [call()] * count
+
+
+def test_interleaving_takes_turns_and_gives_long_calls_less() -> None:
+    clock = FakeClock()
+    found = timing.interleave({"a": lambda: 1.0, "b": lambda: 2.0, "slow": lambda: 100.0}, clock, 5, 40.0)
+    assert {name: len(ms) for name, ms in found.items()} == {"a": 5, "b": 5, "slow": 3}
+    turns = clock.log[6:]  # after the estimates
+    assert turns[:3] == [(1.0, 8), (2.0, 4), (100.0, 1)]
+    assert turns[3:6] == [(2.0, 4), (100.0, 1), (1.0, 8)]  # another one begins
+    assert found["b"] == [2.0] * 5
+
+
+# --- summary and gate
+
+
+def cell(**changes: Any) -> dict[str, Any]:
+    """Of three rounds in which the clock drifts, the same for everybody."""
+
+    def found(ms: float, error: float = 2e-3) -> dict[str, Any]:
+        rounds = [ms, 1.2 * ms, 1.5 * ms]
+        part = {"ms": rounds[1], "rounds": rounds, "tflops": 600 / ms}
+        errors = dict.fromkeys(check.RESULTS, error)
+        return {"errors": errors, "forward": dict(part), "backward": dict(part)}
+
+    case = cases.grid()[8]
+    data = {
+        "name": str(case),
+        "group": "anchors",
+        "case": {"window": 1024, "softcap": None, "head_dim": 128, "v_head_dim": 0, "causal": True, "length": 16384,
+                 "dtype": "bfloat16", "deterministic": False},
+        "impls": {"ours": found(1.0), "stock": found(2.0), "flex": found(1.25), "fa4": {"unsupported": "absent"}},
+    }  # fmt: skip
+    for name, change in changes.items():
+        data["impls"][name] = {**data["impls"].get(name, found(1.0)), **change}
+    return data
+
+
+def test_ratios_are_of_neighbours_in_time() -> None:
+    c = cell()
+    c["impls"]["flex"]["forward"]["rounds"] = [1.25, 1.5]  # fewer rounds, at the faster clock
+    assert summary.ratio(c, "forward", "flex") == pytest.approx(1.25)
+    assert summary.ratio(c, "forward", "fa4") is None
+    assert summary.best_peer(c, "forward") == (pytest.approx(1.25), "flex")
+    ratio, name = summary.best_peer(c, "forward", published=True) or (0, "")
+    assert (ratio, name) == (pytest.approx(600 / 485), "fa4*")
+    assert summary.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+    means = {what: (count, mean) for what, count, mean, _ in summary.means([c])}
+    assert means["windows and softcap: ours / flex"] == (2, pytest.approx(1.25))
+    expected = ((600 / 485) * (600 / 390)) ** 0.5
+    assert means["windows and softcap: ours / fa4"] == (2, pytest.approx(expected))
+
+
+def test_gate_passes_and_names_what_fails() -> None:
+    name = cell()["name"]
+    assert summary.gate([cell()]) == []
+    slow = cell()
+    slow["impls"]["stock"]["backward"]["rounds"] = [0.95, 1.2 * 0.95, 1.5 * 0.95]
+    assert summary.gate([slow]) == [f"{name}: backward at 0.950 of stock's speed"]
+    loose = dict.fromkeys(check.RESULTS, 2e-3) | {"query": 5e-3}
+    assert summary.gate([cell(ours={"errors": loose})]) == [f"{name}: ours: error of query is 2.5x the best peer's"]
+    assert summary.gate([cell(**{"ours:gluon": {"error": "wrong results"}})]) == [f"{name}: ours:gluon: wrong results"]
+    assert summary.gate([cell(ours={"repeats": False})]) == [f"{name}: ours: results differ between runs"]
+    broken = cell()
+    broken["impls"]["ours"] = {"error": "hung for 90 s"}
+    assert summary.gate([broken]) == [f"{name}: ours: hung for 90 s"]
+    broken["impls"]["ours"] = {"unsupported": "no"}
+    assert summary.gate([broken]) == [f"{name}: ours did not run: no"]
+    assert summary.gate([]) == ["nothing was measured"]
+    # A peer that is wrong is neither a bound nor a measure.
+    wrong = cell(flex={"error": "wrong results"})
+    for part in summary.PARTS:
+        del wrong["impls"]["flex"][part]
+    assert summary.gate([wrong]) == [] and summary.peers(wrong) == ["stock"]
+
+
+def header(**changes: Any) -> dict[str, Any]:
+    return {"command": "python x", "device": "toy", "versions": {"torch": "2"}, "commit": "abc", **changes}
+
+
+def test_exit_code_tables_and_their_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, document = tmp_path / "run.json", tmp_path / "performance.md"
+    data.write_text(json.dumps({**header(), "cells": [cell()]}))
+    document.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
+    assert attention.main(["--show", str(data), "--gate", "--markdown", str(document)]) == 0
+    text = document.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| 600/600 |" in text and "1.24 fa4*" in text and "Every cell passes." in text
+    attention.main(["--show", str(data), "--markdown", str(document)])
+    assert document.read_text() == text
+    data.write_text(json.dumps({**header(), "cells": [cell(ours={"error": "wrong results"})]}))
+    assert attention.main(["--show", str(data), "--gate"]) == 1
+    assert attention.main(["--show", str(data)]) == 0
+    assert "ours: wrong results" in capsys.readouterr().out
+    document.write_text("no markers")
+    with pytest.raises(ValueError, match="expected the markers"):
+        summary.fill(document, {**header(), "cells": []})
+
+
+def test_plots_show_ours_first_and_no_kernels_by_name() -> None:
+    names = plots.shown([cell(cudnn={}, **{"ours:gluon": {}})])
+    assert names == ["ours", "stock", "flex", "cudnn"]
+    assert set(names) <= set(plots.COLOURS) and set(attention.ALL) - {n for n in attention.ALL if ":" in n} == set(
+        plots.COLOURS
+    )
+
+
+# --- the run
+
+
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> dict[str, Any]:
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    out = tmp_path / "run.json"
+    attention.main(["--device", "cpu", "--tiny", "--in-process", "--rep", "1", "--out", str(out), *options])
+    return json.loads(out.read_text())
+
+
+def test_tiny_run_checks_and_times_everything(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = run(monkeypatch, tmp_path)
+    assert [c["name"] for c in data["cells"]] == [str(case) for case in TINY]
+    for c in data["cells"]:
+        assert c["checked_against"] == "float64, 2/2 key heads"
+        for name in ("ours", "stock"):
+            found = c["impls"][name]
+            assert max(found["errors"].values()) < 1e-5
+            assert all(found[part]["tflops"] > 0 for part in summary.PARTS)
+        assert "unsupported" in c["impls"]["ours:gluon"] and "unsupported" in c["impls"]["flex"]
+        assert summary.accuracy_failures(c) == []
+    assert summary.columns(data["cells"])[:2] == ["ours", "stock"]
+    assert "ratios of speed" in capsys.readouterr().out
+    # Resumed, it measures only what is missing.
+    monkeypatch.setattr(measure, "measure", lambda case, *_, **__: pytest.fail(f"measured {case} again"))
+    assert run(monkeypatch, tmp_path, "--resume")["cells"] == data["cells"]
+
+
+def test_failures_of_one_leave_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def wrong(case: Case, device: str) -> impls.Attention:
+        right = impls.stock(case, device)
+        return lambda q, k, v: right(q, k, v) * 1.1
+
+    def raising(case: Case, device: str) -> impls.Attention:
+        raise RuntimeError("no kernel today")
+
+    monkeypatch.setitem(impls.IMPLEMENTATIONS, "cudnn", wrong)
+    monkeypatch.setitem(impls.IMPLEMENTATIONS, "flash", raising)
+    (c,) = run(monkeypatch, tmp_path, "--select", "softcap", "--impls", "ours,stock,cudnn,flash")["cells"]
+    assert c["impls"]["cudnn"]["error"] == "wrong results" and "forward" not in c["impls"]["cudnn"]
+    assert c["impls"]["flash"]["error"] == "RuntimeError: no kernel today"
+    assert "forward" in c["impls"]["ours"] and summary.peers(c) == ["stock"]
+
+
+def test_deterministic_cases_are_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(TINY[0], deterministic=True)
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    seen = []
+
+    def noisy(case: Case, device: str) -> impls.Attention:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        right = impls.stock(case, device)
+        return lambda q, k, v: right(q, k, v) * (1 + 1e-6 * torch.rand(()))
+
+    monkeypatch.setitem(impls.IMPLEMENTATIONS, "flash", noisy)
+    c = measure.measure(case, ["stock", "flash"], "cpu", timing.CpuClock(), total_ms=0.1)
+    assert (c["impls"]["stock"]["repeats"], c["impls"]["flash"]["repeats"]) == (True, False)
+    assert seen == [True] and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_time_over_stops_before_the_next_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert run(monkeypatch, tmp_path, "--budget", "0")["cells"] == []
+
+
+def test_resuming_another_run_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    Store.open(path, header(), resume=False).save()
+    assert Store.open(path, header(command="python y"), resume=True).data["command"] == "python x"
+    with pytest.raises(ValueError, match="expected versions"):
+        Store.open(path, header(versions={"torch": "3"}), resume=True)
+
+
+# --- child processes
+
+CHILD = """
+import json, os, sys, time
+from pathlib import Path
+sys.path[:0] = {path!r}
+from grid import supervise
+from grid.store import Store
+out, progress = Path(sys.argv[1]), Path(sys.argv[2])
+store = Store(out, json.loads(out.read_text()))
+for case in ("first", "second"):
+    if any(c["name"] == case for c in store.data["cells"]):
+        continue
+    for impl in ("good", "hangs", "dies"):
+        if (case, impl) in store.broken:
+            continue
+        supervise.tell(progress, case, impl)
+        if impl == "hangs" and case == "first":
+            time.sleep(600)
+        if impl == "dies" and case == "second":
+            os._exit(3)
+    store.add({{"name": case, "impls": {{"good": {{}}}}}})
+"""
+
+
+def test_what_hangs_or_dies_is_left_out(tmp_path: Path) -> None:
+    out, progress, script = tmp_path / "run.json", tmp_path / "progress", tmp_path / "child.py"
+    script.write_text(CHILD.format(path=[str(BENCHMARKS), str(BENCHMARKS.parent)]))
+    Store(out, header()).save()
+
+    def reload() -> Store:
+        return Store(out, json.loads(out.read_text()))
+
+    command = [sys.executable, str(script), str(out), str(progress)]
+    assert supervise.watch(command, reload, progress, hang=3.0, deadline=time.time() + 60) == 2
+    found = {c["name"]: c["impls"] for c in reload().data["cells"]}
+    assert found["first"] == {"good": {}, "hangs": {"error": "hung for 3 s"}}
+    assert found["second"] == {"good": {}, "dies": {"error": "died with exit code 3"}}
+
+
+def test_child_that_never_begins_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="died with exit code 7 before its first case"):
+        command = [sys.executable, "-c", "raise SystemExit(7)"]
+        supervise.watch(
+            command, lambda: pytest.fail("there is nothing to leave out"), tmp_path / "p", 30, time.time() + 60
+        )
+
+
+def test_time_limits_of_children(tmp_path: Path) -> None:
+    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    assert supervise.compile_all(sleeping, 2, seconds=0.3) < 30
+    assert supervise.watch(sleeping, lambda: pytest.fail("not its fault"), tmp_path / "p", 60, time.time() + 0.3) == 0
+
+
+# --- tuning
+
+
+def measured(length: int, band: str = "causal", **ms: float) -> ranking.Measured:
+    return ranking.Measured("fwd", 64, band, False, length, ms)
+
+
+def test_rows_are_where_the_order_is_beaten() -> None:
+    found = [
+        measured(512, triton=3.0, gluon=2.0, cudnn=1.0),
+        measured(1024, triton=3.0, gluon=2.0, cudnn=1.0),
+        measured(4096, triton=3.0, gluon=1.01, cudnn=1.0),  # no difference that counts
+        measured(8192, triton=0.5, gluon=1.0, cudnn=2.0),
+        measured(512, "window", triton=3.0, gluon=2.0),
+    ]
+    rows = ranking.rows(found, 9)
+    assert [(r.band, r.lengths, r.kernels) for r in rows] == [
+        ("causal", (0, 2048), ("cudnn", "gluon")),
+        ("causal", (5793, ranking.LONGEST), ("triton", "gluon")),
+    ]
+    assert [eval(ranking.row_text(r).rstrip(","), {"Row": ranking.Row}) for r in rows] == rows
+
+
+def test_rows_come_from_a_run_of_the_grid() -> None:
+    c = cell(**{"ours:gluon": {}, "ours:triton": {"unsupported": "no"}, "ours:cudnn": {}})
+    del c["impls"]["ours:triton"]["forward"]
+    by_kind = {m.kind: m for m in ranking.from_cells([c])}
+    assert set(by_kind["fwd"].ms) == {"gluon", "cudnn"} and set(by_kind["bwd"].ms) == {"gluon", "cudnn", "triton"}
+    assert by_kind["bwd"].problem == ("bwd", 128, "window", False)
+    c["case"]["deterministic"] = True
+    assert ranking.from_cells([c]) == []
+
+
+def test_configurations_are_ordered_over_all_cases() -> None:
+    import tune
+
+    found = {("fwd", 64): [{(64, 64, 4, 3): 1.0, (128, 64, 4, 3): 1.1}, {(64, 64, 4, 3): 2.0, (128, 64, 4, 3): 1.0}]}
+    found["fwd", 64][0][32, 32, 4, 1] = 0.5  # failed in the other case
+    table = tune.config_table(found)
+    assert "64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(32, 32, 4, 1),)" in table
+    assert tune.same([torch.ones(4)], [torch.ones(4)]) and not tune.same([torch.full((4,), torch.nan)], [torch.ones(4)])
+    assert {(c.head_dim, c.causal, c.window, c.softcap) for c in tune.kernel_cases([512, 4096])} >= {
+        (256, True, 512, 50.0),
+        (64, False, None, None),
+    }
