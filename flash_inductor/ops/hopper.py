@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..spec import MaskSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from .launch import Bound
 
 _LOG2E = 1.4426950408889634
 _L2_BYTES = 28 << 20  # of keys and values that stay in the 50 MB of L2 while others pass through
@@ -125,20 +125,21 @@ def forward(
         lower, upper = 0, None if upper is None else upper - lower
     if upper is not None and q_len + upper < key.shape[2]:
         key, value = key[:, :, : q_len + upper], value[:, :, : q_len + upper]
-    with torch.cuda.device(query.device):
-        processors = _processors(query.device.index)
-        launch = launch_of(query, key, value, out, lse, _counter(), lower, upper, scale, softcap, processors, config)
-        launch.kernel[(launch.blocks,)](*launch.arguments, **launch.constants)
+    index = query.device.index
+    with torch.cuda.device(index) if index != torch.cuda.current_device() else contextlib.nullcontext():
+        call = launch_of(
+            query, key, value, out, lse, _counter(index), lower, upper, scale, softcap, _processors(index), config
+        )
+        call.bound.launch(call.blocks, call.arguments, (query.dtype, index))
 
 
 @dataclass(frozen=True)
 class Launch:
     """A kernel with all that it is called with."""
 
-    kernel: Any
+    bound: Bound
     blocks: int
     arguments: tuple[Any, ...]
-    constants: dict[str, Any]
 
 
 def launch_of(
@@ -156,29 +157,33 @@ def launch_of(
     config: Config | None = None,
 ) -> Launch:
     """How to call the kernel; some key must be seen.  Launches nothing and works on tensors of any device."""
-    kernel, tile_descriptor = _device_code()
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len, v_head_dim = value.shape[1:]
-    sizes, constants, c, blocks = _plan(
+    plan = _plan(
         batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, lower, upper, softcap is not None, processors,
         config,
     )  # fmt: skip
-    width, v_width = _tile(head_dim), _tile(v_head_dim)
     factor, cap = (scale * _LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2E)
+    describe = plan.describe
     arguments = (
-        tile_descriptor(query, 64, width), tile_descriptor(key, c.block_n, width),
-        tile_descriptor(value, c.block_n, v_width), tile_descriptor(out, 64, v_width),
-        lse, counter, *sizes, factor, cap,
+        describe(query, 64, plan.width), describe(key, plan.block_n, plan.width),
+        describe(value, plan.block_n, plan.v_width), describe(out, 64, plan.v_width),
+        lse, counter, *plan.sizes, factor, cap,
     )  # fmt: skip
-    return Launch(kernel, blocks, arguments, constants)
+    return Launch(plan.bound, plan.blocks, arguments)
 
 
-@lru_cache
-def _device_code() -> tuple[Any, Callable[..., Any]]:
-    from ..kernels.hopper.device import tile_descriptor
-    from ..kernels.hopper.forward import forward_kernel
+@dataclass(frozen=True)
+class Plan:
+    """All of a launch that depends on shapes alone."""
 
-    return forward_kernel, tile_descriptor
+    bound: Bound
+    blocks: int
+    sizes: tuple[int, ...]
+    block_n: int
+    width: int
+    v_width: int
+    describe: Callable[[Tensor, int, int], Any]
 
 
 @lru_cache(maxsize=4096)
@@ -195,8 +200,10 @@ def _plan(
     has_softcap: bool,
     processors: int,
     config: Config | None,
-) -> tuple[tuple[int, ...], dict[str, Any], Config, int]:
-    """All of a launch that the tensors' contents and places don't change."""
+) -> Plan:
+    from ..kernels.hopper.device import tile_descriptor
+    from ..kernels.hopper.forward import forward_kernel
+
     # A bound that hides nothing is none.
     lower = None if lower is None or lower <= 1 - q_len else lower
     upper = None if upper is None or upper >= kv_len - 1 else upper
@@ -232,7 +239,8 @@ def _plan(
     if c.per_sm > 1:
         threads = 128 * (c.warpgroups + 1)
         constants["maxnreg"] = 65536 // (threads * c.per_sm) // 8 * 8
-    return sizes, constants, c, min(tiles, processors * c.per_sm)
+    blocks = min(tiles, processors * c.per_sm)
+    return Plan(Bound(forward_kernel, constants), blocks, sizes, c.block_n, width, v_width, tile_descriptor)
 
 
 def _config(width: int, v_width: int, kv_len: int, has_lower: bool, has_upper: bool) -> Config:
@@ -272,15 +280,14 @@ def _processors(device: int) -> int:
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
-def _counter() -> Tensor:
+def _counter(device: int) -> Tensor:
     """The tile counter of the current stream, 0 between launches.
 
     While a graph is captured, one of its own: two graphs may be replayed at once.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device="cuda")
-    stream = torch.cuda.current_stream()
-    place = (stream.device_index, stream.cuda_stream)
+    place = (device, torch.cuda.current_stream(device).cuda_stream)
     counter = _counters.get(place)
     if counter is None:
         counter = _counters[place] = torch.zeros(1, dtype=torch.int32, device="cuda")

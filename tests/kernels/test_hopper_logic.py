@@ -55,7 +55,7 @@ def test_emulated(name: str) -> None:
     )
     names = load(_FOLDER / "tiles.py", _FOLDER / "forward.py")
     descriptors = [Descriptor(x.base, x.block_shape) for x in call.arguments[:4]]
-    constants = {k: v for k, v in call.constants.items() if k not in ("num_warps", "maxnreg")}
+    constants = {k: v for k, v in call.bound.constants.items() if k not in ("num_warps", "maxnreg")}
     arguments = (*descriptors, Pointer(lse), Pointer(counter), *call.arguments[6:])
     launch(names["forward_kernel"], call.blocks, *arguments, **constants)
     assert counter.item() == 0

@@ -124,9 +124,17 @@ def accumulator(columns):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
-@lru_cache
-def _swizzled(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENTS[dtype])
+@lru_cache(maxsize=4096)
+def _boxes(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, cols: int) -> dict[str, Any]:
+    """The fields of a descriptor but for its tensor."""
+    block = [1, 1, rows, cols]
+    free = 16 // dtype.itemsize  # the stride of a dim of one element may be anything: give one that TMA accepts
+    return {
+        "shape": list(size),
+        "strides": [*(s if n > 1 else free for s, n in zip(strides[:3], size, strict=False)), 1],
+        "block_shape": block,
+        "layout": gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[dtype]),
+    }
 
 
 @lru_cache
@@ -140,11 +148,11 @@ def tile_descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     TMA clips at every bound, zeros on load and nothing on store: ragged lengths need no masks on this side, and a box
     may be wider than the head dim.  What TMA asks of the strides: see ``ops.hopper.aligned``.
     """
-    size = x.shape
-    free = 16 // x.element_size()  # the stride of a dim of one element may be anything: give one that TMA accepts
-    strides = [s if n > 1 else free for s, n in zip(x.stride()[:3], size, strict=False)]
-    block = (1, 1, rows, cols)
-    return TensorDescriptor(x, list(size), [*strides, 1], list(block), _swizzled(block, x.dtype))
+    # Past the constructor, whose checks repeat what was checked before and take longer than all the rest.
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.__dict__.update(_boxes(x.shape, x.stride(), x.dtype, rows, cols))
+    descriptor.base = x
+    return descriptor
 
 
 def row_descriptor(x: Tensor, cols: int) -> TensorDescriptor:
