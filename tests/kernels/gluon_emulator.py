@@ -315,7 +315,7 @@ def _namespace() -> dict[str, Any]:
     )
     return {
         "gl": gl, "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit), "tma": tma, "mbarrier": mbarrier,
-        "await_turn": _await_turn, "pass_turn": _pass_turn,
+        "await_turn": _await_turn, "pass_turn": _pass_turn, "pack16": lambda x: x, "unpack16": lambda x, dtype: x,
         "tma_reduce_add": lambda desc, at, shared: desc.add(at, shared),
         "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait, "fence_async_shared": nothing, "struct": _struct,
         "accumulator": nothing, "tanh": lambda x, dtype: torch.tanh(x), "pin16": lambda x: x,
