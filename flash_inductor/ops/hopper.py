@@ -65,7 +65,7 @@ def takes(
         capability // 10 == 9
         and dtype in (torch.bfloat16, torch.float16)
         and all(isinstance(d, int) and d % 8 == 0 and 8 <= d <= 256 for d in dims)
-        and (kind == "fwd" or head_dim == v_head_dim)
+        and (kind == "fwd" or head_dim == v_head_dim or max(dims) > 128)
         and (scale is None or scale > 0)
         and _has_gluon()
     )

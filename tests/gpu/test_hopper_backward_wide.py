@@ -40,8 +40,10 @@ _FEATURES: dict[str, tuple[dict[str, Any], MaskSpec, float | None]] = {
 }
 
 
-def _inputs(layout: str, spec: AttentionSpec, **sizes: Any) -> tuple[Tensor, ...]:
-    """query, key, value, out, lse, grad_out"""
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # query, key, value, out, lse, grad_out
+
+
+def _inputs(layout: str, spec: AttentionSpec, **sizes: Any) -> _Inputs:
     inputs = make_inputs(layout, **{"heads": 2, "head_dim": 256, "dtype": torch.bfloat16, **sizes}, device="cuda")
     exact, lse = attention_forward(*inputs, spec)
     out = empty_like_layout(inputs[0], exact.shape)
@@ -49,27 +51,24 @@ def _inputs(layout: str, spec: AttentionSpec, **sizes: Any) -> tuple[Tensor, ...
     return (*inputs, out, lse.float(), torch.randn_like(out))
 
 
-def _run(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None,
-    spec: AttentionSpec, deterministic: bool,
-) -> list[Tensor]:  # fmt: skip
+def _run(inputs: _Inputs, grad_lse: Tensor | None, spec: AttentionSpec, deterministic: bool) -> list[Tensor]:
     from flash_inductor.ops import hopper_backward
 
+    query, key, value, out, lse, grad_out = inputs
     grads = [empty_like_layout(x, x.shape).fill_(torch.nan) for x in (query, key, value)]
     assert hopper.aligned(query, key, value, out, grad_out, *grads)
     hopper_backward.backward(
-        grad_out, grad_lse, query, key, value, out, lse, *grads, scale=query.shape[3] ** -0.5, mask=spec.mask,
-        softcap=spec.softcap, deterministic=deterministic,
+        grad_out, grad_lse, query, key, value, out, lse, grads[0], grads[1], grads[2],
+        scale=query.shape[3] ** -0.5, mask=spec.mask, softcap=spec.softcap, deterministic=deterministic,
     )  # fmt: skip
     return grads
 
 
 def _check(layout: str, spec: AttentionSpec, *, deterministic: bool = False, **sizes: Any) -> None:
     inputs = _inputs(layout, spec, **sizes)
-    *tensors, grad_out = inputs
-    grad_lse = torch.randn_like(tensors[4]) if deterministic else None
-    grads = _run(*tensors, grad_out, grad_lse, spec, deterministic)  # type: ignore[arg-type]
-    assert_close_to_reference([None, None, *grads], *tensors[:3], spec, grad_out=grad_out, grad_lse=grad_lse)
+    grad_lse = torch.randn_like(inputs[4]) if deterministic else None
+    grads = _run(inputs, grad_lse, spec, deterministic)
+    assert_close_to_reference([None, None, *grads], *inputs[:3], spec, grad_out=inputs[5], grad_lse=grad_lse)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])
@@ -102,18 +101,19 @@ def test_repeats_bit_for_bit() -> None:
         spec = AttentionSpec(None, mask, 50.0)
         inputs = _inputs("bnhd", spec, q_len=2000, heads=8, kv_heads=4)
         for deterministic in (True, False):
-            grads = _run(*inputs, None, spec, deterministic)  # type: ignore[arg-type]
+            grads = _run(inputs, None, spec, deterministic)
             for _ in range(20):
-                again = _run(*inputs, None, spec, deterministic)  # type: ignore[arg-type]
+                again = _run(inputs, None, spec, deterministic)
                 for x, y in list(zip(grads, again, strict=True))[0 if deterministic else 1 :]:
                     assert torch.equal(x, y)
 
 
 def test_what_nobody_sees_does_not_leak() -> None:
     spec = AttentionSpec(None, MaskSpec(100, 220))
-    query, key, value, out, lse, grad_out = _inputs("bnhd", spec, q_len=300, kv_len=900)
+    inputs = _inputs("bnhd", spec, q_len=300, kv_len=900)
+    query, key, value = inputs[:3]
     for unseen in (slice(520, None), slice(None, 100)):
         key[:, :, unseen], value[:, :, unseen] = torch.nan, torch.inf
-    grads = _run(query, key, value, out, lse, grad_out, None, spec, False)
-    assert_close_to_reference([None, None, *grads], query, key, value, spec, grad_out=grad_out)
+    grads = _run(inputs, None, spec, False)
+    assert_close_to_reference([None, None, *grads], query, key, value, spec, grad_out=inputs[5])
     assert not grads[1][:, :, :100].any() and not grads[2][:, :, 520:].any()
