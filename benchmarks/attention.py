@@ -96,7 +96,7 @@ def measure_all(args: argparse.Namespace, chosen: Sequence[grid_cases.Case], sto
     if args.device == "cuda" and "ceilings" not in store.data:
         store.data["ceilings"] = timing.ceilings()
         print("# ceilings: " + ", ".join(f"{k} {v:.0f}" for k, v in store.data["ceilings"].items()), flush=True)
-    print(f"# {'TFLOP/s forward/backward':44}" + "".join(f"{n:>13}" for n in args.impls) + f"{'ours / best':>24}")
+    print("# case [ours / best peer, forward and backward]  TFLOP/s forward/backward  largest error", flush=True)
     took: list[float] = []
     for case in chosen:
         if store.has(case, args.impls):
@@ -116,18 +116,20 @@ def measure_all(args: argparse.Namespace, chosen: Sequence[grid_cases.Case], sto
         )
         took.append(cell["seconds"])
         store.add(cell)
-        print_cell(cell, args.impls)
+        print_cell(cell)
 
 
-def print_cell(cell: dict[str, Any], names: Sequence[str]) -> None:
-    numbers = "".join(f"{summary.figures(cell['impls'].get(name)):>13}" for name in names)
+def print_cell(cell: dict[str, Any]) -> None:
+    """A line with ratios and figures, ours first, and one for each thing that went wrong."""
     ratios = [summary.best_peer(cell, part) for part in summary.PARTS]
     ratio = " ".join("-" if best is None else f"{best[0]:.2f} {best[1]}" for best in ratios)
-    print(f"{cell['name']:46}{numbers}{ratio:>24}", flush=True)
-    errors = [f"{name} {summary.worst_error(found)}" for name, found in cell["impls"].items() if "errors" in found]
-    print(f"    {cell['seconds']:.1f} s; errors against {cell['checked_against']}: {', '.join(errors)}")
+    ran = {name: found for name, found in cell["impls"].items() if "forward" in found and "backward" in found}
+    figures = "  ".join(f"{name} {summary.figures(found)}" for name, found in ran.items())
+    errors = [max(found["errors"].values()) for name, found in ran.items() if not summary.is_ours(name)]
+    mine = summary.worst_error(cell["impls"].get(summary.OURS))
+    print(f"{cell['name']:48} [{ratio}]  {figures}  error {mine}, peer {min(errors, default=0.0):.1e}", flush=True)
     for name, found in cell["impls"].items():
-        if "error" in found:
+        if "error" in found and not summary.is_ours(name):
             print(f"    {name}: {found['error']}", flush=True)
     for text in summary.accuracy_failures(cell):
         print(f"    BAD {text}", flush=True)
@@ -185,8 +187,11 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         if args.workers:
             # Half of the time at most: what isn't compiled by then compiles when it is measured.
             seconds = min(args.compile_seconds, 0.5 * (args.deadline - time.time()))
-            took = supervise.compile_all(supervise.own_command(script, passed_on, "compile"), args.workers, seconds)
-            print(f"# compiled for {took:.0f} s in {args.workers} processes", flush=True)
+            begin = time.monotonic()
+            failures = supervise.compile_all(supervise.own_command(script, passed_on, "compile"), args.workers, seconds)
+            print(f"# compiled for {time.monotonic() - begin:.0f} s in {args.workers} processes", flush=True)
+            for words in sorted(set(failures)):
+                print(f"# {failures.count(words)} of them failed: {words[:200]}", flush=True)
         command = supervise.own_command(script, [*passed_on, "--resume"], "measure")
         supervise.watch(
             command,

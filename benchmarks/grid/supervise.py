@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,22 +25,31 @@ def tell(progress: Path, case: str, impl: str) -> None:
     draft.replace(progress)
 
 
-def compile_all(command: Sequence[str], workers: int, seconds: float) -> float:
-    """Run ``command --share i/workers`` for each worker at once, for at most so many seconds; how long it took."""
+def compile_all(command: Sequence[str], workers: int, seconds: float) -> list[str]:
+    """Run ``command --share i/workers`` for each worker at once, for at most so many seconds.
+
+    The result is the last words of those that failed; being stopped at the end is no failure.
+    """
     begin = time.monotonic()
     # One compiling thread a process: there is one process a core already.
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    children = [
-        subprocess.Popen([*command, "--share", f"{i}/{workers}"], env=environment, stdout=subprocess.DEVNULL)
-        for i in range(workers)
-    ]
-    while any(child.poll() is None for child in children) and time.monotonic() - begin < seconds:
-        time.sleep(0.1)
-    for child in children:
-        if child.poll() is None:
-            child.kill()
-        child.wait()
-    return time.monotonic() - begin
+    failures = []
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for i in range(workers):
+            with (Path(folder) / str(i)).open("w") as words:
+                share = [*command, "--share", f"{i}/{workers}"]
+                children.append(subprocess.Popen(share, env=environment, stdout=words, stderr=subprocess.STDOUT))
+        while any(child.poll() is None for child in children) and time.monotonic() - begin < seconds:
+            time.sleep(0.1)
+        for i, child in enumerate(children):
+            if child.poll() is None:
+                child.kill()
+            elif child.returncode != 0:
+                last = (Path(folder) / str(i)).read_text().strip().splitlines()
+                failures.append(last[-1] if last else f"exit code {child.returncode}")
+            child.wait()
+    return failures
 
 
 def watch(command: Sequence[str], reload: Callable[[], Store], progress: Path, hang: float, deadline: float) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 Call = Callable[[], Any]
+MOST_CALLS = 20  # in one turn
 
 
 class Clock(Protocol):
@@ -91,7 +92,7 @@ def interleave(
             if i >= 3 and sum(found[name]) > 2 * total_ms:
                 continue
             begun(name)
-            count = max(1, min(50, round(total_ms / rounds / estimate[name])))
+            count = max(1, min(MOST_CALLS, round(total_ms / rounds / estimate[name])))
             found[name].append(statistics.median(clock.times(calls[name], count)))
     return found
 
