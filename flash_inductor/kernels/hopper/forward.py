@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .device import LN2, accumulator, bar_arrive, bar_sync, struct, tanh
+from .device import LN2, accumulator, bar_arrive, bar_sync, pin16, struct, tanh
 from .tiles import WARPGROUP_ROWS, Memory, Problem, make_ring
 
 _TURN = gl.constexpr(8)  # the first named barrier that is ours: Triton uses the low numbers
@@ -103,6 +103,11 @@ class Rows:
             p = gl.convert_layout(p, gl.DotOperandLayout(0, self.O_SECOND, 2))
             second = warpgroup_mma(p, v.slice(self.V_FIRST, self.V_SECOND, dim=1), second, is_async=True)
         return first, second
+
+    @gluon.jit
+    def operand(self, probs, DTYPE: gl.constexpr):
+        """P for the next product, pinned: carried around a loop unpinned, its halves are swapped there and back."""
+        return pin16(gl.convert_layout(probs.to(DTYPE), gl.DotOperandLayout(0, self.O_FIRST, 2)))
 
     @gluon.jit
     def wait_scores(self, s):
@@ -188,8 +193,7 @@ def _step(
     first, second = rows.wait_out(first, second)
     memory.value.release(last_slot)
     first, second = rows.rescale(first, second, factor)
-    p = gl.convert_layout(probs.to(DTYPE), gl.DotOperandLayout(0, rows.O_FIRST, 2))
-    return p, first, second, largest, total
+    return rows.operand(probs, DTYPE), first, second, largest, total
 
 
 @gluon.jit
@@ -197,9 +201,7 @@ def _compute(W: gl.constexpr, rows, problem, memory, o_desc, lse_ptr, OUT_IN_QUE
     """The partition of warpgroup ``W``: the rows ``64 * W`` and on of each tile."""
     BLOCK_N: gl.constexpr = problem.BLOCK_N
     DTYPE: gl.constexpr = o_desc.dtype
-    BANDED: gl.constexpr = problem.HAS_LOWER or problem.HAS_UPPER
     OTHER_TURN: gl.constexpr = _TURN + 1 - W
-    P: gl.constexpr = gl.DotOperandLayout(0, rows.O_FIRST, 2)
     query = memory.query.tile(W)
     out = memory.out.index(W)
     zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, rows.S)
@@ -213,8 +215,11 @@ def _compute(W: gl.constexpr, rows, problem, memory, o_desc, lse_ptr, OUT_IN_QUE
         row = tile_row + WARPGROUP_ROWS * W
         tile_begin, tile_end = problem.keys(tile_row, WARPGROUP_ROWS * problem.WARPGROUPS)
         begin, end = tile_begin, tile_end
-        if BANDED and not rows.PING_PONG:  # turns are taken for each block of the tile
-            begin, end = problem.keys(row, WARPGROUP_ROWS)
+        if not rows.PING_PONG:  # turns are taken for each block of the tile
+            if row < problem.q_len:
+                begin, end = problem.keys(row, WARPGROUP_ROWS)
+            else:  # these rows are beyond the last one
+                begin = end - BLOCK_N
             for j in range((tile_end - end) // BLOCK_N):
                 memory.pass_over(n + j)
             n += (tile_end - end) // BLOCK_N
@@ -239,7 +244,7 @@ def _compute(W: gl.constexpr, rows, problem, memory, o_desc, lse_ptr, OUT_IN_QUE
             s, 0.0, problem, row, end - BLOCK_N, DTYPE, True, problem.HAS_UPPER, problem.HAS_LOWER
         )
         total = gl.sum(probs, 1)
-        p = gl.convert_layout(probs.to(DTYPE), P)
+        p = rows.operand(probs, DTYPE)
         if problem.HAS_UPPER:
             for j in range(1, uncut):
                 p, first, second, highest, total = _step(
@@ -272,7 +277,7 @@ def _compute(W: gl.constexpr, rows, problem, memory, o_desc, lse_ptr, OUT_IN_QUE
         tma.store_wait(0)  # the tile before has left its buffer
         first, second = rows.wait_out(first, second)
         memory.value.release(slot)
-        if BANDED and not rows.PING_PONG:
+        if not rows.PING_PONG:
             # Before waiting for the next tile's number, which comes with the last block of this one.
             for j in range((begin - tile_begin) // BLOCK_N):
                 memory.pass_over(n + j)
