@@ -84,15 +84,14 @@ def _has_gluon() -> bool:
 
 def aligned(*tensors: Tensor) -> bool:
     """Whether TMA can read and write these [batch, heads, length, head dim] tensors: 16-byte steps in all dims."""
-    for x in tensors:
-        step = 16 // x.element_size()
-        strides = x.stride()
-        if x.data_ptr() % 16 or strides[3] != 1:
-            return False
-        for size, stride in zip(x.shape[:3], strides[:3], strict=True):
-            if size > 1 and (stride % step or stride == 0):
-                return False
-    return True
+    return all(x.data_ptr() % 16 == 0 and _steps(x.shape, x.stride(), x.element_size()) for x in tensors)
+
+
+@lru_cache(maxsize=4096)
+def _steps(size: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    if strides[3] != 1:
+        return False
+    return all(n <= 1 or (s > 0 and s * itemsize % 16 == 0) for n, s in zip(size[:3], strides[:3], strict=True))
 
 
 def forward(
