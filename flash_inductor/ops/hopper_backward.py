@@ -33,7 +33,13 @@ class BackwardConfig:
     heads_at_once: int | None = None
 
 
-_CONFIGS = {64: BackwardConfig(stages=4, ahead=True), 128: BackwardConfig(stages=3)}
+# By the columns that are computed: those of a head dim in one or two powers of two.
+_CONFIGS = {
+    (64, 0): BackwardConfig(stages=4, ahead=True),
+    (64, 16): BackwardConfig(stages=3),
+    (64, 32): BackwardConfig(stages=3),
+    (128, 0): BackwardConfig(stages=3),
+}
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ def launches(problem: Problem, config: Any = None) -> list[Launch]:
         from .hopper_backward_wide import wide_launches  # its parts are here
 
         return wide_launches(problem, config)
-    return _launches(problem, 64 if width <= 64 else 128, config)
+    return _launches(problem, config)
 
 
 def trim(problem: Problem) -> Problem | None:
@@ -218,9 +224,16 @@ def finish(problem: Problem, scratch: Scratch, dim: int) -> Launch:
     return Launch(finish_kernel, (triton.cdiv(q_len, 64) * batch * heads,), args, constants)
 
 
-def _launches(problem: Problem, dim: int, config: BackwardConfig | None) -> list[Launch]:
+def columns(width: int) -> tuple[int, int]:
+    """Columns that are computed for head dims up to ``width``, at most 128: one power of two, or a second one."""
+    return next(parts for parts in _CONFIGS if width <= sum(parts))
+
+
+def _launches(problem: Problem, config: BackwardConfig | None) -> list[Launch]:
     """Head dims up to 128: ``kernels.hopper.backward``."""
-    c = config or _CONFIGS[dim]
+    first_part, second_part = columns(max(problem.query.shape[3], problem.value.shape[3]))
+    c = config or _CONFIGS[first_part, second_part]
+    dim = 64 if first_part + second_part == 64 else 128
     block_m, block_n = 64, 128
     batch, heads, q_len, _ = problem.query.shape
     kv_heads, kv_len = problem.key.shape[1:3]
@@ -242,8 +255,8 @@ def _launches(problem: Problem, dim: int, config: BackwardConfig | None) -> list
     constants = {
         "HAS_LOWER": lower is not None, "HAS_UPPER": upper is not None, "RAGGED": kv_len % block_n != 0,
         "SOFTCAP": softcap is not None, "DETERMINISTIC": problem.deterministic, "BLOCK_M": block_m, "BLOCK_N": block_n,
-        "DIM": dim, "STAGES": c.stages, "DS_BUFFERS": c.ds_buffers, "AHEAD": c.ahead,
-        "MAIN_REGISTERS": c.main_registers, "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
+        "DIM": dim, "FIRST": first_part, "SECOND": second_part, "STAGES": c.stages,
+        "DS_BUFFERS": c.ds_buffers, "AHEAD": c.ahead, "MAIN_REGISTERS": c.main_registers, "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
     }  # fmt: skip
     main = Launch(backward_kernel, (blocks_n * batch * kv_heads,), args, constants)
     return [first, main, finish(problem, scratch, dim)]

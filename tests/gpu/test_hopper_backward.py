@@ -101,7 +101,7 @@ def test_configs(head_dim: int, stages: int, ahead: bool) -> None:
 
     if ahead and head_dim == 128:
         return  # no registers for it
-    config = replace(hopper_backward._CONFIGS[head_dim], stages=stages, ahead=ahead, heads_at_once=3)
+    config = replace(hopper_backward._CONFIGS[head_dim, 0], stages=stages, ahead=ahead, heads_at_once=3)
     inputs = _inputs(q_len=700, heads=4, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16)
     grads, grad_out, grad_lse = _backward(inputs, config=config)
     spec = AttentionSpec(None, _CAUSAL)

@@ -22,7 +22,7 @@ from .gluon_emulator import Descriptor, Pointer, launch, load
 from .pretend import compile_for_hopper
 from .test_compile import SHARED_MEMORY, resources
 
-_KERNEL = Path(package.__path__[0]) / "backward.py"
+_FOLDER = Path(package.__path__[0])
 _PLAIN = BackwardConfig(stages=3)
 _SHORT = BackwardConfig(stages=2, ds_buffers=1)
 _AHEAD = BackwardConfig(stages=4, ahead=True)
@@ -43,6 +43,7 @@ _CASES: dict[str, tuple[BackwardConfig, dict[str, Any], MaskSpec, float | None, 
     "softcap_ahead": (_AHEAD, {"q_len": 300}, MaskSpec(upper=0), 2.0, False),
     "dim_128": (_PLAIN, {"q_len": 130, "head_dim": 128}, MaskSpec(upper=0), None, False),
     "dim_80": (_PLAIN, {"q_len": 130, "head_dim": 80, "v_head_dim": 72}, MaskSpec(upper=0), None, True),
+    "dim_96_ahead": (_AHEAD, {"q_len": 130, "head_dim": 96}, MaskSpec(upper=0), None, False),
     "full_in_turn": (_PLAIN, {"q_len": 200, "kv_len": 333}, MaskSpec(), None, True),
     "causal_in_turn": (_AHEAD, {"q_len": 300, "heads": 4, "kv_heads": 2}, MaskSpec(upper=0), None, True),
     "left_in_turn": (_PLAIN, {"q_len": 600, "heads": 4, "kv_heads": 2}, MaskSpec(lower=-100), None, True),
@@ -88,7 +89,12 @@ def _emulate(problem: Problem, config: BackwardConfig) -> None:
     descriptors = [Descriptor(x.base, x.block_shape) for x in main.args[:9]]
     constants = {k: v for k, v in main.constants.items() if k != "num_warps"}
     arguments = (*descriptors, None if turns is None else Pointer(turns.zero_()), *main.args[10:])
-    launch(load(_KERNEL)["backward_kernel"], main.grid[0], *arguments, **constants)
+    launch(
+        load(_FOLDER / "backward_dq.py", _FOLDER / "backward.py")["backward_kernel"],
+        main.grid[0],
+        *arguments,
+        **constants,
+    )
     tiles = acc.view(batch, heads, -1, main.constants["DIM"] // 64, 8, 4, 8, 4, 2, 2)
     dq = tiles.permute(0, 1, 2, 5, 8, 6, 3, 4, 7, 9).reshape(batch, heads, visible.q_rows, -1)
     visible.grad_query.copy_(dq[:, :, :q_len, :head_dim] * problem.scale)
@@ -178,6 +184,7 @@ _COMPILED: dict[str, tuple[int, int | None, int | None, float | None, int, torch
     "64_causal": (64, None, 0, None, 1024, torch.bfloat16, False, 16),
     "64_window_fp16_in_turn": (64, -99, 0, None, 1000, torch.float16, True, 32),
     "64_causal_softcap": (64, None, 0, 20.0, 1024, torch.bfloat16, False, 32),
+    "96_causal": (96, None, 0, None, 1024, torch.bfloat16, False, 0),
     "128": (128, None, None, None, 1024, torch.bfloat16, False, 128),
     "128_window_in_turn": (128, -99, 0, None, 1000, torch.bfloat16, True, 128),
     "128_causal_softcap_fp16": (128, None, 0, 20.0, 1024, torch.float16, False, 144),
@@ -215,7 +222,8 @@ def test_kernels_around_in_the_interpreter() -> None:
 
 
 def test_configs_fit() -> None:
-    assert set(hopper_backward._CONFIGS) == {64, 128}
+    for width in range(8, 129, 8):
+        assert width <= sum(hopper_backward.columns(width)) < width + (32 if width > 64 else 64)
     for c in hopper_backward._CONFIGS.values():
         assert 128 * (2 * c.main_registers + c.dq_registers) <= 65536
         assert c.stages >= 2 + c.ahead

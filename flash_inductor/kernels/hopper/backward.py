@@ -37,123 +37,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .device import accumulator, pack16, pin16, tanh, tma_reduce_add, unpack16
-from .turns import await_turn, pass_turn
+from .backward_dq import dq_program
+from .device import accumulator, pack16, pin16, tanh, unpack16
 
 
 @gluon.jit
-def _load_queries(descs, bufs, q_full, do_full, it, batch, head, row_head, m, BLOCK_M: gl.constexpr,
-                  DIM: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    q_desc, do_desc, lse_desc, delta_desc = descs
-    q_smem, do_smem, lse_smem, delta_smem = bufs
-    stage = it % STAGES
-    mbarrier.expect(q_full.index(stage), BLOCK_M * DIM * 2 + BLOCK_M * 4)
-    tma.async_copy_global_to_shared(q_desc, [batch, head, m, 0], q_full.index(stage), q_smem.index(stage))
-    tma.async_copy_global_to_shared(lse_desc, [row_head, m], q_full.index(stage), lse_smem.index(stage))
-    mbarrier.expect(do_full.index(stage), BLOCK_M * DIM * 2 + BLOCK_M * 4)
-    tma.async_copy_global_to_shared(do_desc, [batch, head, m, 0], do_full.index(stage), do_smem.index(stage))
-    tma.async_copy_global_to_shared(delta_desc, [row_head, m], do_full.index(stage), delta_smem.index(stage))
-
-
-@gluon.jit
-def _dq_part(ds0, ds1, k0, k1, zero, part: gl.constexpr):
-    dq = warpgroup_mma(ds0, k0.slice(part * 64, 64, dim=1), zero, use_acc=False, is_async=True)
-    return warpgroup_mma(ds1, k1.slice(part * 64, 64, dim=1), dq, is_async=True)
-
-
-@gluon.jit
-def _dq_program(
-    q_descs, k_desc, v_desc, dq_desc, turns, k_smem, v_smem, q_bufs, ds_smem, dq_smem, bars, place, band,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, DS_BUFFERS: gl.constexpr,
-    DETERMINISTIC: gl.constexpr, HAS_LOWER: gl.constexpr,
-):  # fmt: skip
-    """Loads, and dQ in parts of 64 x 64 so that its accumulator needs few registers."""
-    kv_full, q_full, do_full, empty, ds_full, ds_empty = bars
-    batch, kv_head, block_n, heads, group, q_rows = place
-    _kv_len, lower, _upper, m_first, m_step, m_blocks = band
-    HALF: gl.constexpr = BLOCK_N // 2
-    PARTS: gl.constexpr = DIM // 64
-    zero = gl.zeros([64, 64], gl.float32, accumulator(64))
-    n = block_n * BLOCK_N
-    total = group * m_blocks
-    if total > 0:
-        mbarrier.expect(kv_full.index(0), 2 * BLOCK_N * DIM * 2)
-        for w in gl.static_range(2):
-            tma.async_copy_global_to_shared(
-                k_desc, [batch, kv_head, n + w * HALF, 0], kv_full.index(0), k_smem.index(w)
-            )
-        load_g = 0  # head of the group and query block of the next load
-        load_i = 0
-        for it in range(gl.minimum(STAGES - 1, total)):
-            head = kv_head * group + load_g
-            _load_queries(q_descs, q_bufs, q_full, do_full, it, batch, head, batch * heads + head,
-                          m_first + load_i * m_step, BLOCK_M, DIM, STAGES)  # fmt: skip
-            if it == 0:
-                for w in gl.static_range(2):
-                    tma.async_copy_global_to_shared(
-                        v_desc, [batch, kv_head, n + w * HALF, 0], kv_full.index(0), v_smem.index(w)
-                    )
-            load_i += 1
-            if load_i == m_blocks:
-                load_i = 0
-                load_g += 1
-        g = 0
-        i = 0
-        mbarrier.wait(kv_full.index(0), 0)
-        for it in range(total):
-            zero_index = it >> 24  # see _main_program
-            buf = it % DS_BUFFERS
-            phase = (it // DS_BUFFERS) & 1
-            m = m_first + i * m_step
-            block = ((batch * heads + kv_head * group + g) * q_rows + m) // 64
-            ds0 = ds_smem.index(2 * buf).permute((1, 0))
-            ds1 = ds_smem.index(2 * buf + 1).permute((1, 0))
-            k0 = k_smem.index(zero_index).reshape([HALF, DIM])
-            k1 = k_smem.index(zero_index + 1).reshape([HALF, DIM])
-            mbarrier.wait(ds_full.index(2 * buf), phase)
-            mbarrier.wait(ds_full.index(2 * buf + 1), phase)
-            dq = _dq_part(ds0, ds1, k0, k1, zero, 0)
-            # Loads are issued while the first part is in flight: the mains have left stage it - 1 long ago.
-            ahead = it + STAGES - 1
-            if ahead < total:
-                head = kv_head * group + load_g
-                mbarrier.wait(empty.index(ahead % STAGES), ((ahead // STAGES) & 1) ^ 1)
-                _load_queries(q_descs, q_bufs, q_full, do_full, ahead, batch, head, batch * heads + head,
-                              m_first + load_i * m_step, BLOCK_M, DIM, STAGES)  # fmt: skip
-                load_i += 1
-                if load_i == m_blocks:
-                    load_i = 0
-                    load_g += 1
-            if DETERMINISTIC and it > 0:  # only now: the last sums had the time of a step to arrive
-                last = gl.where(i == 0, block - q_rows // 64 + (m_blocks - 1) * (m_step // 64), block - m_step // 64)
-                pass_turn(turns + last, block_n + 1)
-            for part in gl.static_range(PARTS):
-                if not DETERMINISTIC:
-                    tma.store_wait(PARTS - 1)
-                dq = warpgroup_mma_wait(0, [dq])
-                if part == PARTS - 1:
-                    mbarrier.arrive(ds_empty.index(buf), count=1)
-                # As the registers lie, 16 contiguous bytes a thread.
-                x = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-                dq_smem.index(zero_index + part).store(x.reshape([16, 256]))
-                if part < PARTS - 1:
-                    dq = _dq_part(ds0, ds1, k0, k1, zero, part + 1)
-                fence_async_shared()
-                if DETERMINISTIC and part == 0:
-                    follows = block_n > 0
-                    if HAS_LOWER:
-                        follows = follows & (m < n - lower)  # else the predecessor's keys aren't seen from here
-                    if follows:
-                        await_turn(turns + block, block_n)
-                tma_reduce_add(dq_desc, [(block * PARTS + part) * 16, 0], dq_smem.index(zero_index + part))
-            i += 1
-            if i == m_blocks:
-                i = 0
-                g += 1
-        if DETERMINISTIC:
-            last_head = batch * heads + kv_head * group + group - 1
-            pass_turn(turns + (last_head * q_rows + m_first + (m_blocks - 1) * m_step) // 64, block_n + 1)
-        tma.store_wait(0)
+def _scores(a, b, zero, FIRST: gl.constexpr, SECOND: gl.constexpr):
+    """a b^T over the columns that hold something."""
+    s = warpgroup_mma(
+        a.slice(0, FIRST, dim=1), b.slice(0, FIRST, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
+    if SECOND:
+        s = warpgroup_mma(
+            a.slice(FIRST, SECOND, dim=1), b.slice(FIRST, SECOND, dim=1).permute((1, 0)), s, is_async=True
+        )
+    return s
 
 
 @gluon.jit
@@ -170,13 +68,14 @@ def _hand_over(ds16, ds_smem, ds_full, ds_empty, it, W: gl.constexpr, DS_BUFFERS
 @gluon.jit
 def _main_program(
     W: gl.constexpr, dk_desc, dv_desc, k_smem, v_smem, q_bufs, ds_smem, bars, place, band, numbers,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, DS_BUFFERS: gl.constexpr,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr, AHEAD: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr,
+    STAGES: gl.constexpr, DS_BUFFERS: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    RAGGED: gl.constexpr, SOFTCAP: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of half W of the keys.
 
     AHEAD: the next S is begun before this block's P, and dK is still in flight during the next block's, so that the
-    tensor cores have work during the exponentials; takes 32 registers that head dim 128 doesn't have.
+    tensor cores have work during the exponentials; takes 32 registers that head dims above 64 don't have.
     """
     kv_full, q_full, do_full, empty, ds_full, ds_empty = bars
     batch, kv_head, block_n, _heads, group, _rows = place
@@ -186,22 +85,22 @@ def _main_program(
     HALF: gl.constexpr = BLOCK_N // 2
     dtype: gl.constexpr = dk_desc.dtype
     s_layout: gl.constexpr = accumulator(BLOCK_M)
-    kv_layout: gl.constexpr = accumulator(DIM)
-    operand: gl.constexpr = gl.DotOperandLayout(0, kv_layout, 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     cols: gl.constexpr = gl.SliceLayout(0, s_layout)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     n = block_n * BLOCK_N + W * HALF
-    dk = gl.zeros([HALF, DIM], gl.float32, kv_layout)
-    dv = gl.zeros([HALF, DIM], gl.float32, kv_layout)
+    dk = gl.zeros([HALF, FIRST], gl.float32, accumulator(FIRST))
+    dv = gl.zeros([HALF, FIRST], gl.float32, accumulator(FIRST))
+    if SECOND:
+        dk2 = gl.zeros([HALF, SECOND], gl.float32, accumulator(SECOND))
+        dv2 = gl.zeros([HALF, SECOND], gl.float32, accumulator(SECOND))
     zero = gl.zeros([HALF, BLOCK_M], gl.float32, s_layout)
     total = group * m_blocks
     if total > 0:
         mbarrier.wait(kv_full.index(0), 0)
         mbarrier.wait(q_full.index(0), 0)
-        k_first = k_smem.index(W).reshape([HALF, DIM])
-        q_first = q_smem.index(0).reshape([BLOCK_M, DIM]).permute((1, 0))
-        s = warpgroup_mma(k_first, q_first, zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, [s])
+        k = k_smem.index(W).reshape([HALF, DIM])
+        s = warpgroup_mma_wait(0, [_scores(k, q_smem.index(0).reshape([BLOCK_M, DIM]), zero, FIRST, SECOND)])
         packed = pack16(zero.to(dtype))
         i = 0
         for it in range(total):
@@ -214,14 +113,17 @@ def _main_program(
             k = k_smem.index(zero_index + W).reshape([HALF, DIM])
             v = v_smem.index(zero_index + W).reshape([HALF, DIM])
             do = do_smem.index(stage).reshape([BLOCK_M, DIM])
-            q_next = q_smem.index(next_stage).reshape([BLOCK_M, DIM]).permute((1, 0))
+            q_next = q_smem.index(next_stage).reshape([BLOCK_M, DIM])
             if AHEAD:
                 # dK of the block before; zeros before the first.
                 q_last = q_smem.index(gl.maximum(it - 1, 0) % STAGES).reshape([BLOCK_M, DIM])
-                dk = warpgroup_mma(gl.convert_layout(unpack16(packed, dtype), operand), q_last, dk, is_async=True)
+                ds_operand = gl.convert_layout(unpack16(packed, dtype), operand)
+                dk = warpgroup_mma(ds_operand, q_last.slice(0, FIRST, dim=1), dk, is_async=True)
+                if SECOND:
+                    dk2 = warpgroup_mma(ds_operand, q_last.slice(FIRST, SECOND, dim=1), dk2, is_async=True)
                 # After the last block on a stale one: cheaper than another copy of the loop body.
                 mbarrier.wait(q_full.index(next_stage), ((it + 1) // STAGES) & 1, pred=it + 1 < total)
-                s_next = warpgroup_mma(k, q_next, zero, use_acc=False, is_async=True)
+                s_next = _scores(k, q_next, zero, FIRST, SECOND)
             lse = lse_smem.index(stage).reshape([BLOCK_M]).load(cols)
             if SOFTCAP:
                 t = tanh(s * score_scale, dtype)
@@ -255,43 +157,66 @@ def _main_program(
             # All of P is 16 bit before dP may begin: S and dP don't both live in full.
             p16 = pin16(p16)
             mbarrier.wait(do_full.index(stage), phase)
-            dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-            dv = warpgroup_mma(gl.convert_layout(p16, operand), do, dv, is_async=True)
+            dp = _scores(v, do, zero, FIRST, SECOND)
+            p_operand = gl.convert_layout(p16, operand)
+            dv = warpgroup_mma(p_operand, do.slice(0, FIRST, dim=1), dv, is_async=True)
+            if SECOND:
+                dv2 = warpgroup_mma(p_operand, do.slice(FIRST, SECOND, dim=1), dv2, is_async=True)
             delta = delta_smem.index(stage).reshape([BLOCK_M]).load(cols)
             if AHEAD:
-                dp, dk, s = warpgroup_mma_wait(1, [dp, dk, s_next])
+                if SECOND:
+                    dp, dk, dk2, s = warpgroup_mma_wait(2, [dp, dk, dk2, s_next])
+                else:
+                    dp, dk, s = warpgroup_mma_wait(1, [dp, dk, s_next])
                 if it > 0:
                     mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
             else:
-                dp = warpgroup_mma_wait(1, [dp])
+                dp = warpgroup_mma_wait(2 if SECOND else 1, [dp])
             slope = ds_smem.index(2 * buf + W).load(s_layout) if SOFTCAP else p16
             ds = slope.to(gl.float32) * (dp - delta[None, :])
             ds16 = ds.to(dtype)
             # dS takes longer than dV: this wait is free and releases P's registers.
-            dv = warpgroup_mma_wait(0, [dv])
+            if SECOND:
+                dv, dv2 = warpgroup_mma_wait(0, [dv, dv2])
+            else:
+                dv = warpgroup_mma_wait(0, [dv])
             _hand_over(ds16, ds_smem, ds_full, ds_empty, it, W, DS_BUFFERS, SOFTCAP)
             if AHEAD:
                 packed = pack16(ds16)
             else:
                 q = q_smem.index(stage).reshape([BLOCK_M, DIM])
-                dk = warpgroup_mma(gl.convert_layout(ds16, operand), q, dk, is_async=True)
+                ds_operand = gl.convert_layout(ds16, operand)
+                dk = warpgroup_mma(ds_operand, q.slice(0, FIRST, dim=1), dk, is_async=True)
+                if SECOND:
+                    dk2 = warpgroup_mma(ds_operand, q.slice(FIRST, SECOND, dim=1), dk2, is_async=True)
                 mbarrier.wait(q_full.index(next_stage), ((it + 1) // STAGES) & 1, pred=it + 1 < total)
-                s = warpgroup_mma(k, q_next, zero, use_acc=False, is_async=True)
-                dk, s = warpgroup_mma_wait(0, [dk, s])
+                s = _scores(k, q_next, zero, FIRST, SECOND)
+                if SECOND:
+                    dk, dk2, s = warpgroup_mma_wait(0, [dk, dk2, s])
+                else:
+                    dk, s = warpgroup_mma_wait(0, [dk, s])
                 mbarrier.arrive(empty.index(stage), count=1)
             i += 1
             if i == m_blocks:
                 i = 0
         if AHEAD:
             q_last = q_smem.index((total - 1) % STAGES).reshape([BLOCK_M, DIM])
-            dk = warpgroup_mma(gl.convert_layout(unpack16(packed, dtype), operand), q_last, dk, is_async=True)
-            dk = warpgroup_mma_wait(0, [dk])
+            ds_operand = gl.convert_layout(unpack16(packed, dtype), operand)
+            dk = warpgroup_mma(ds_operand, q_last.slice(0, FIRST, dim=1), dk)
+            if SECOND:
+                dk2 = warpgroup_mma(ds_operand, q_last.slice(FIRST, SECOND, dim=1), dk2)
         # K is still an operand of the last dQ.
         mbarrier.wait(ds_empty.index((total - 1) % DS_BUFFERS), ((total - 1) // DS_BUFFERS) & 1)
-    v_smem.index(W).reshape([HALF, DIM]).store(dv.to(dtype))
+    v_tile = v_smem.index(W).reshape([HALF, DIM])
+    v_tile.slice(0, FIRST, dim=1).store(dv.to(dtype))
+    if SECOND:
+        v_tile.slice(FIRST, SECOND, dim=1).store(dv2.to(dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, n, 0], v_smem.index(W))
-    k_smem.index(W).reshape([HALF, DIM]).store((dk * scale).to(dtype))
+    k_tile = k_smem.index(W).reshape([HALF, DIM])
+    k_tile.slice(0, FIRST, dim=1).store((dk * scale).to(dtype))
+    if SECOND:
+        k_tile.slice(FIRST, SECOND, dim=1).store((dk2 * scale).to(dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, n, 0], k_smem.index(W))
     tma.store_wait(0)
@@ -307,7 +232,7 @@ def backward_kernel(
     score_scale, scale, cap,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
     DETERMINISTIC: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-    STAGES: gl.constexpr, DS_BUFFERS: gl.constexpr, AHEAD: gl.constexpr,
+    FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, DS_BUFFERS: gl.constexpr, AHEAD: gl.constexpr,
     MAIN_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of keys * batch * key heads,), 4 warps (of the first main; the rest is added by Gluon).
@@ -325,6 +250,8 @@ def backward_kernel(
             longest of a causal mask first), heads innermost.
         lower, upper: the band, read if HAS_LOWER / HAS_UPPER.
         score_scale: scale / softcap with SOFTCAP, else scale * log2(e).  cap: softcap * log2(e).
+        FIRST, SECOND: the head dim's columns as one or two powers of two (SECOND may be 0): 64 + 32 products of a tile
+            of 128 columns cost less than 128, and leave registers for AHEAD.
         RAGGED: kv_len isn't a multiple of BLOCK_N.
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -381,9 +308,11 @@ def backward_kernel(
     q_bufs = (q_smem, do_smem, lse_smem, delta_smem)
     gl.warp_specialize([
         (_main_program, (0, dk_desc, dv_desc, k_smem, v_smem, q_bufs, ds_smem, bars, place, band, numbers,
-                         BLOCK_M, BLOCK_N, DIM, STAGES, DS_BUFFERS, HAS_LOWER, HAS_UPPER, RAGGED, SOFTCAP, AHEAD)),
+                         BLOCK_M, BLOCK_N, DIM, FIRST, SECOND, STAGES, DS_BUFFERS, HAS_LOWER, HAS_UPPER, RAGGED,
+                         SOFTCAP, AHEAD)),
         (_main_program, (1, dk_desc, dv_desc, k_smem, v_smem, q_bufs, ds_smem, bars, place, band, numbers,
-                         BLOCK_M, BLOCK_N, DIM, STAGES, DS_BUFFERS, HAS_LOWER, HAS_UPPER, RAGGED, SOFTCAP, AHEAD)),
-        (_dq_program, (q_descs, k_desc, v_desc, dq_desc, turns, k_smem, v_smem, q_bufs, ds_smem, dq_smem, bars, place,
+                         BLOCK_M, BLOCK_N, DIM, FIRST, SECOND, STAGES, DS_BUFFERS, HAS_LOWER, HAS_UPPER, RAGGED,
+                         SOFTCAP, AHEAD)),
+        (dq_program, (q_descs, k_desc, v_desc, dq_desc, turns, k_smem, v_smem, q_bufs, ds_smem, dq_smem, bars, place,
                        band, BLOCK_M, BLOCK_N, DIM, STAGES, DS_BUFFERS, DETERMINISTIC, HAS_LOWER)),
     ], [4, 4], [MAIN_REGISTERS, DQ_REGISTERS])  # fmt: skip
