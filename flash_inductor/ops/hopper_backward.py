@@ -256,7 +256,8 @@ def _launches(problem: Problem, config: BackwardConfig | None) -> list[Launch]:
         "HAS_LOWER": lower is not None, "HAS_UPPER": upper is not None, "RAGGED": kv_len % block_n != 0,
         "SOFTCAP": softcap is not None, "DETERMINISTIC": problem.deterministic, "BLOCK_M": block_m, "BLOCK_N": block_n,
         "DIM": dim, "FIRST": first_part, "SECOND": second_part, "STAGES": c.stages,
-        "DS_BUFFERS": c.ds_buffers, "AHEAD": c.ahead, "MAIN_REGISTERS": c.main_registers, "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
+        "DS_BUFFERS": c.ds_buffers, "AHEAD": c.ahead, "MAIN_REGISTERS": c.main_registers,
+        "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
     }  # fmt: skip
     main = Launch(backward_kernel, (blocks_n * batch * kv_heads,), args, constants)
     return [first, main, finish(problem, scratch, dim)]
