@@ -1,14 +1,15 @@
 """Eager CUDA: chooses a kernel and launches it.
 
-The Triton launch behind it also runs on CPU tensors under TRITON_INTERPRET=1, for tests.
+All that depends on shapes, strides, dtypes and options only is done once, by :func:`prepare`.  The Triton launch behind
+it also runs on CPU tensors under TRITON_INTERPRET=1, for tests.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +22,9 @@ from . import aten, choice, triton_kernels
 from .layout import dense_strides, empty_like_layout
 from .triton_kernels import on_device
 
-_DEFAULTS: dict[str, Any] = {
-    "scale": None,
-    "is_causal": False,
-    "window_left": None,
-    "window_right": None,
-    "diagonal": 0,
-    "softcap": None,
-}
-_WITHOUT_TENSORS = {*_DEFAULTS, "dropout_p"}
+_BAND: dict[str, Any] = {"is_causal": False, "window_left": None, "window_right": None, "diagonal": 0}
+_OPTIONS = {*_BAND, "scale", "softcap", "dropout_p", "grad_mask"}
+ALL = (True, True, True, False, False)
 
 
 def forward(
@@ -42,21 +37,8 @@ def forward(
 
     Raises NotImplementedError if ``kernel_name`` names one that doesn't take the problem.
     """
-    plan = _plan_of("fwd", (query, key, value), kernel_name, options, False)
-    if plan is None or not _aligned(query, key, value):
-        return triton_kernels.forward(query, key, value, **options)
-    if plan.kernel == "gluon":
-        from . import hopper
-
-        shape = query.shape[:3]
-        out = empty_like_layout(query, (*shape, value.shape[3]))
-        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-        with on_device(query):
-            hopper.forward(query, key, value, out, lse, scale=plan.scale, mask=plan.mask, softcap=plan.softcap)
-        return out, lse
-    with on_device(query):
-        out, lse = aten.FORWARD[plan.kernel](query, key, value, is_causal=plan.is_causal, scale=plan.scale)
-    return _laid_out(out, query), lse
+    tensors = (query, key, value)
+    return prepare("fwd", tensors, {**options, "kernel_name": kernel_name})(*tensors)
 
 
 def backward(
@@ -68,7 +50,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     *,
-    grad_mask: Sequence[bool] = (True, True, True, False, False),
+    grad_mask: Sequence[bool] = ALL,
     kernel_name: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -77,99 +59,44 @@ def backward(
     ``flashbwd::attn_backward`` but for the gradient of the sinks, which is the same on every device.  ``options`` and
     errors as for :func:`forward`.
     """
-    inputs = (query, key, value)
-    plan = _plan_of("bwd", inputs, kernel_name, options, grad_lse is not None)
-    if plan is None or not any(grad_mask[:3]) or not _aligned(grad_out, *inputs, out):
-        saved = (grad_out, grad_lse, *inputs, out, lse)
-        return triton_kernels.backward(*saved, grad_mask=grad_mask, **options)
-    lse = lse.contiguous()
-    if plan.kernel == "gluon":
-        from . import hopper_backward
-
-        grads = [empty_like_layout(x, x.shape) for x in inputs]
-        if grad_lse is not None:
-            grad_lse = grad_lse.contiguous()
-        with on_device(query):
-            hopper_backward.backward(
-                grad_out, grad_lse, *inputs, out, lse, *grads,
-                scale=plan.scale, mask=plan.mask, softcap=plan.softcap, deterministic=plan.deterministic,
-            )  # fmt: skip
-    else:
-        with on_device(query):
-            given = aten.BACKWARD[plan.kernel](grad_out, *inputs, out, lse, is_causal=plan.is_causal, scale=plan.scale)
-        grads = [_laid_out(grad, x) for grad, x in zip(given, inputs, strict=True)]
-    # All are computed together: what isn't wanted was scratch.
-    grads = [grad if want else grad.new_empty(0) for grad, want in zip(grads, grad_mask, strict=False)]
-    return grads[0], grads[1], grads[2], query.new_empty(0)
+    tensors = (grad_out, grad_lse, query, key, value, out, lse)
+    return prepare("bwd", tensors, {**options, "grad_mask": grad_mask, "kernel_name": kernel_name})(*tensors)
 
 
-class Plan(NamedTuple):
-    """How one problem runs, other than as Triton kernels."""
+def prepare(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any]) -> Callable[..., Any]:
+    """What computes a call, given its tensors again or others like them.
 
-    kernel: str
-    scale: float
-    mask: MaskSpec  # without bounds that hide nothing
-    softcap: float | None
-    deterministic: bool
-
-    @property
-    def is_causal(self) -> bool:
-        """What ATen's kernels, which take no other band, are told."""
-        return self.mask.upper is not None
-
-
-def _plan_of(
-    kind: Kind, inputs: tuple[Tensor, Tensor, Tensor], kernel: str | None, options: dict[str, Any], grad_lse: bool
-) -> Plan | None:
-    """None for the Triton kernels."""
-    query, key, value = inputs
-    if kernel == "triton" or not query.is_cuda:  # or in Triton's interpreter
-        return None
-    if options.get("dropout_p") or any(options[name] is not None for name in options.keys() - _WITHOUT_TENSORS):
-        if kernel is not None:
+    Like them: of the same shapes, strides, dtypes and device, under the same ``Config.kernel`` and the same
+    ``torch.use_deterministic_algorithms``.
+    """
+    options = dict(options)
+    kernel = options.pop("kernel_name", None)
+    triton = partial(triton_kernels.forward if kind == "fwd" else triton_kernels.backward, **options)
+    query, key, value = tensors[:3] if kind == "fwd" else tensors[2:5]
+    assert query is not None and key is not None and value is not None
+    if options.get("dropout_p") or any(options[name] is not None for name in options.keys() - _OPTIONS):
+        if kernel not in (None, "triton"):
             raise NotImplementedError(_cannot(kernel, "it knows no bias, mask, segments, sinks and dropout"))
-        return None
-    plain = [options.get(name, default) for name, default in _DEFAULTS.items()]
-    return _plan(
-        kind, query.device.index, query.dtype, query.shape, key.shape, value.shape, *plain,
-        kernel, get_config().kernel, grad_lse, torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def _plan(
-    kind: Kind,
-    index: int,
-    dtype: torch.dtype,
-    q_shape: torch.Size,
-    k_shape: torch.Size,
-    v_shape: torch.Size,
-    scale: float | None,
-    is_causal: bool,
-    window_left: int | None,
-    window_right: int | None,
-    diagonal: int,
-    softcap: float | None,
-    kernel: str | None,
-    forced: str,
-    grad_lse: bool,
-    deterministic: bool,
-) -> Plan | None:
-    q_len, kv_len, head_dim = q_shape[2], k_shape[2], q_shape[3]
-    mask = MaskSpec.from_window(is_causal, window_left, window_right, diagonal)
+        return triton
+    if kernel == "triton" or not query.is_cuda:  # or in Triton's interpreter
+        return triton
+    q_len, kv_len, head_dim = query.shape[2], key.shape[2], query.shape[3]
+    mask = MaskSpec.from_window(*(options.get(name, default) for name, default in _BAND.items()))
     band, square = choice.classify(mask, q_len, kv_len, same_length=q_len == kv_len)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    scale, softcap = options.get("scale"), options.get("softcap")
     problem = choice.Problem(
         kind,
-        choice.device_limits(index)[0],
-        dtype,
+        choice.device_limits(query.device.index)[0],
+        query.dtype,
         head_dim,
-        v_shape[3],
+        value.shape[3],
         (q_len, kv_len),
         band,
         square,
         scale,
         softcap is not None,
-        grad_lse=grad_lse,
+        grad_lse=kind == "bwd" and tensors[1] is not None,
         deterministic=deterministic,
     )
     if kernel is not None:
@@ -178,26 +105,115 @@ def _plan(
             raise NotImplementedError(_cannot(kernel, reason))
     # Compiled code names a kernel for all lengths and both modes: where it can't be that one, the table decides.
     if kernel is None or not choice.fits(kernel, problem):
-        kernel = choice.choose(problem, forced)
-    if kernel == "triton" or 0 in (*q_shape, *k_shape):
-        return None
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    return Plan(kernel, scale, effective_mask(mask, q_len, kv_len), softcap, deterministic)
+        kernel = choice.choose(problem, get_config().kernel)
+    read = list(tensors[:3]) if kind == "fwd" else [tensors[0], *tensors[2:6]]
+    if kernel == "triton" or query.numel() == 0 or key.numel() == 0 or not all(map(has_wide_rows, read)):
+        return triton
+    numbers = {
+        "scale": 1.0 / math.sqrt(head_dim) if scale is None else scale,
+        "mask": effective_mask(mask, q_len, kv_len),
+        "softcap": softcap,
+    }
+    if kind == "fwd":
+        return _forward(kernel, triton, query, value, numbers)
+    wanted = tuple(options.get("grad_mask", ALL)[:3])
+    if not any(wanted):
+        return triton
+    return _backward(kernel, triton, (query, key, value), wanted, {**numbers, "deterministic": deterministic})
+
+
+def has_wide_rows(x: Tensor) -> bool:
+    """Whether the strides let TMA, or loads of 16 bytes, read all rows; so that only the pointer is left to check."""
+    step = 16 // x.element_size()
+    *strides, last = x.stride()
+    return last == 1 and all(
+        size <= 1 or (stride % step == 0 and stride != 0) for size, stride in zip(x.shape, strides, strict=False)
+    )
+
+
+def _forward(
+    kernel: str, triton: Callable[..., Any], query: Tensor, value: Tensor, numbers: dict[str, Any]
+) -> Callable[..., Any]:
+    rows = query.shape[:3]
+    size = (*rows, value.shape[3])
+    strides = dense_strides(query.stride(), query.shape, size)
+    dtype, device = query.dtype, query.device
+    if kernel == "gluon":
+        from . import hopper
+
+        launch = partial(hopper.forward, **numbers)
+
+        def gluon(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            if (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
+                return triton(query, key, value)
+            out = torch.empty_strided(size, strides, dtype=dtype, device=device)
+            lse = torch.empty(rows, dtype=torch.float32, device=device)
+            with on_device(query):
+                launch(query, key, value, out, lse)
+            return out, lse
+
+        return gluon
+    called = partial(aten.FORWARD[kernel], is_causal=numbers["mask"].upper is not None, scale=numbers["scale"])
+
+    def of_aten(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
+            return triton(query, key, value)
+        with on_device(query):
+            out, lse = called(query, key, value)
+        return _laid_out(out, query, strides), lse
+
+    return of_aten
+
+
+def _backward(
+    kernel: str,
+    triton: Callable[..., Any],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    wanted: tuple[bool, ...],
+    numbers: dict[str, Any],
+) -> Callable[..., Any]:
+    strides = [dense_strides(x.stride(), x.shape, x.shape) for x in inputs]
+    outputs = [(x.shape, stride) for x, stride in zip(inputs, strides, strict=True)]
+    dtype, device = inputs[0].dtype, inputs[0].device
+    launch: Callable[..., Any]
+    if kernel == "gluon":
+        from . import hopper_backward
+
+        launch = partial(hopper_backward.backward, **numbers)
+    else:
+        causal = numbers["mask"].upper is not None
+        launch = partial(aten.BACKWARD[kernel], is_causal=causal, scale=numbers["scale"])
+
+    def run(
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, ...]:
+        if (grad_out.data_ptr() | query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr()) & 15:
+            return triton(grad_out, grad_lse, query, key, value, out, lse)
+        lse = lse.contiguous()
+        with on_device(query):
+            if kernel == "gluon":
+                grads = [torch.empty_strided(*output, dtype=dtype, device=device) for output in outputs]
+                launch(grad_out, grad_lse, query, key, value, out, lse, *grads)
+            else:
+                given = launch(grad_out, query, key, value, out, lse)
+                grads = list(map(_laid_out, given, (query, key, value), strides))
+        # All are computed together: what isn't wanted was scratch.
+        found = (grad if want else grad.new_empty(0) for grad, want in zip(grads, wanted, strict=True))
+        return (*found, query.new_empty(0))
+
+    return run
 
 
 def _cannot(kernel: str, reason: str) -> str:
     return f"kernel_name: {kernel} was asked for, but {reason}; leave it None for one that can"
 
 
-def _aligned(*tensors: Tensor) -> bool:
-    """Whether all but the Triton kernels can read these: by TMA, or 16 bytes at once."""
-    from . import hopper
-
-    return hopper.aligned(*tensors)
-
-
-def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+def _laid_out(x: Tensor, like: Tensor, strides: tuple[int, ...]) -> Tensor:
     """x with the strides the op promises: a copy if ATen chose others."""
-    if x.stride() == dense_strides(like.stride(), like.shape, x.shape):
-        return x
-    return empty_like_layout(like, x.shape).copy_(x)
+    return x if x.stride() == strides else empty_like_layout(like, x.shape).copy_(x)

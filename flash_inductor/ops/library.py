@@ -9,12 +9,15 @@ What they compute is written down in :mod:`flash_inductor.reference`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..config import get_config
+from ..kernels.choices import Kind
 from . import cpu, validate
 from .extras import NO_EXTRAS, Extras, grad_sinks, take_extras
 from .layout import empty_like_layout
@@ -102,44 +105,68 @@ def _attn_backward_fake(
     )
 
 
-class _Checked:
-    """Remembers which calls without optional tensors are valid: checking takes longer than all else before a launch."""
+class _Calls:
+    """What computes calls without optional tensors, by all that it depends on but the tensors' contents and places.
 
-    def __init__(self, most: int = 1 << 14) -> None:
-        self.most = most
-        self.signatures: set[Any] = set()
-
-    def __call__(self, check: Any, tensors: Sequence[Tensor | None], extras: Extras, options: dict[str, Any]) -> None:
-        """Raise what ``check`` raises."""
-        if extras is not NO_EXTRAS:
-            return check(*tensors, extras=extras, **options)
-        metas = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
-        # Equal means equally valid here, also of 1, 1.0 and True.
-        signature = (*metas, *(tuple(x) if type(x) is list else x for x in options.values()))
-        if signature not in self.signatures:
-            check(*tensors, extras=extras, **options)
-            if len(self.signatures) >= self.most:
-                self.signatures.clear()
-            self.signatures.add(signature)
-
-
-def _register(device_key: str, module_of: Any, has_choice: bool) -> None:
-    """Register the ``forward`` and ``backward`` of the module that ``module_of()`` returns, checked before they run.
-
-    They get the optional tensors that are given by keyword, and ``kernel_name`` if the device has a choice of kernels.
-    ``backward`` returns the gradients of query, key, value and bias; that of the sinks is the same on every device.
+    Checking and choosing take longer than all else before a launch, so they are done once for each kind of call.
     """
-    check_forward, check_backward = _Checked(), _Checked()
+
+    most = 1 << 12
+
+    def __init__(self, kind: Kind, prepare: Callable[..., Callable[..., Any]]) -> None:
+        self.kind: Kind = kind
+        self.prepare = prepare
+        self.known: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, tensors: Sequence[Tensor | None], options: dict[str, Any]) -> Callable[..., Any]:
+        """``options`` with lists as tuples.  Raises what the checks raise."""
+        signature = (
+            *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
+            *options.items(),
+            get_config().kernel,
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        call = self.known.get(signature)
+        if call is None:
+            options = _complete(self.kind, options)
+            _CHECKS[self.kind](*tensors, extras=NO_EXTRAS, **options)
+            call = self.prepare(self.kind, tensors, options)
+            if len(self.known) >= self.most:
+                self.known.clear()
+            self.known[signature] = call
+        return call
+
+
+_CHECKS: dict[Kind, Callable[..., None]] = {"fwd": validate.check_forward, "bwd": validate.check_backward}
+
+
+def _complete(kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
+    """With the arguments that the dispatcher dropped because they equal their default."""
+    return {**DEFAULTS, **options} if kind == "fwd" else {**DEFAULTS, "grad_mask": DEFAULT_GRADS, **options}
+
+
+def _register(device_key: str, prepare: Callable[..., Callable[..., Any]]) -> None:
+    """Register both ops for a device; ``prepare(kind, tensors, options)`` gives what computes a checked call.
+
+    It gets the optional tensors that are given among the options.  A backward returns the gradients of query, key,
+    value and bias; that of the sinks is the same on every device.
+    """
+    calls = {kind: _Calls(kind, prepare) for kind in _CHECKS}
+
+    def run(
+        kind: Kind, given: tuple[Tensor | None, ...], tensors: tuple[Tensor | None, ...], options: dict[str, Any]
+    ) -> tuple[Any, Extras]:
+        extras = take_extras(tensors, options)
+        if extras is NO_EXTRAS:
+            return calls[kind](given, options)(*given), extras
+        options = _complete(kind, options)
+        _CHECKS[kind](*given, extras=extras, **options)
+        return prepare(kind, given, {**options, **extras.given()})(*given), extras
 
     def forward(
         query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        extras = take_extras(tensors, options)
-        options = {**DEFAULTS, **options}  # the dispatcher drops arguments that equal their default
-        check_forward(validate.check_forward, (query, key, value), extras, options)
-        if not has_choice:
-            del options["kernel_name"]
-        return module_of().forward(query, key, value, **options, **extras.given())
+        return run("fwd", (query, key, value), tensors, options)[0]
 
     def backward(
         grad_out: Tensor,
@@ -150,16 +177,12 @@ def _register(device_key: str, module_of: Any, has_choice: bool) -> None:
         out: Tensor,
         lse: Tensor,
         *tensors: Tensor | None,
+        grad_mask: Sequence[bool] = DEFAULT_GRADS,
         **options: Any,
     ) -> tuple[Tensor, ...]:
-        extras = take_extras(tensors, options)
-        options = {**DEFAULTS, "grad_mask": DEFAULT_GRADS, **options}
-        saved = (grad_out, grad_lse, query, key, value, out, lse)
-        check_backward(validate.check_backward, saved, extras, options)
-        if not has_choice:
-            del options["kernel_name"]
-        grads = module_of().backward(*saved, **options, **extras.given())
-        if options["grad_mask"][4] and extras.sinks is not None:
+        options["grad_mask"] = tuple(grad_mask)
+        grads, extras = run("bwd", (grad_out, grad_lse, query, key, value, out, lse), tensors, options)
+        if extras.sinks is not None and grad_mask[4]:
             return (*grads, grad_sinks(grad_out, grad_lse, out, lse, extras.sinks))
         return (*grads, query.new_empty((0,)))
 
@@ -167,11 +190,16 @@ def _register(device_key: str, module_of: Any, has_choice: bool) -> None:
     LIB.impl("attn_backward", backward, device_key)
 
 
-def _cuda_module() -> Any:
+def _prepare_cpu(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any]) -> Callable[..., Any]:
+    options = {name: x for name, x in options.items() if name != "kernel_name"}  # there is no choice
+    return partial(cpu.forward if kind == "fwd" else cpu.backward, **options)
+
+
+def _prepare_cuda(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any]) -> Callable[..., Any]:
     from . import cuda  # imports Triton, which a CPU-only installation may lack
 
-    return cuda
+    return cuda.prepare(kind, tensors, options)
 
 
-_register("CPU", lambda: cpu, has_choice=False)
-_register("CUDA", _cuda_module, has_choice=True)
+_register("CPU", _prepare_cpu)
+_register("CUDA", _prepare_cuda)

@@ -10,9 +10,15 @@ from flash_inductor import config
 from flash_inductor.ops import choice
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def templates_only() -> Iterator[None]:
-    choice.device_limits.cache_clear()  # the fake devices of different tests have the same number
     with config.override(kernel="triton"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def forget_the_device() -> Iterator[None]:
+    """The fake devices of different tests have the same number."""
+    choice.device_limits.cache_clear()
+    yield
     choice.device_limits.cache_clear()
