@@ -49,12 +49,21 @@ def wide_launches(problem: Problem, config: WideConfig | None = None) -> list[La
         lower or 0, upper or 0, problem.scale / softcap if softcap else problem.scale * _LOG2E, problem.scale,
         (softcap or 0.0) * _LOG2E,
     )  # fmt: skip
+    qk, v = _split(head_dim), _split(v_head_dim)
     constants = {
         "HAS_LOWER": lower is not None, "HAS_UPPER": upper is not None, "RAGGED": kv_len % _BLOCK != 0,
-        "SOFTCAP": softcap is not None, "DETERMINISTIC": problem.deterministic, "DIM": dim, "V_DIM": v_dim,
-        "STAGES": c.stages, "PARTS": c.slots * triton.cdiv(head_dim, c.slots * c.part), "PART": c.part,
+        "SOFTCAP": softcap is not None, "DETERMINISTIC": problem.deterministic, "QK_FIRST": qk[0],
+        "QK_SECOND": qk[1], "V_FIRST": v[0], "V_SECOND": v[1], "STAGES": c.stages,
+        "PARTS": c.slots * triton.cdiv(head_dim, c.slots * c.part), "PART": c.part,
         "SLOTS": c.slots, "DS_IN_REGISTERS": c.ds_in_registers, "KV_REGISTERS": c.kv_registers,
         "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
     }  # fmt: skip
     main = Launch(backward_wide_kernel, (blocks_n * batch * kv_heads,), args, constants)
     return [first, main, finish(problem, scratch, dim)]
+
+
+def _split(dim: int) -> tuple[int, int]:
+    """A head dim as one or two powers of two, for products that aren't as wide as the tile."""
+    if dim <= 128:
+        return 128, 0
+    return next(((128, rest) for rest in (16, 32, 64) if dim <= 128 + rest), (256, 0))

@@ -111,7 +111,8 @@ def _emulate(problem: Problem, main: Launch) -> None:
     delta[:, :q_len] = (problem.out.float() * problem.grad_out.float()).sum(-1).flatten(0, 1)
     if turns is not None:
         turns.zero_()
-    names = load(Path(package.__path__[0]) / "backward_wide.py")
+    folder = Path(package.__path__[0])
+    names = load(folder / "wide_pieces.py", folder / "backward_wide.py")
     descriptors = [Descriptor(x.base, x.block_shape) for x in main.args[:9]]
     constants = {k: v for k, v in main.constants.items() if k != "num_warps"}
     arguments = (*descriptors, None if turns is None else Pointer(turns), *main.args[10:])

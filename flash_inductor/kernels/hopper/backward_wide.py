@@ -33,44 +33,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .device import accumulator, pin16, tanh, tma_reduce_add
 from .turns import await_turn, pass_turn
-
-BLOCK = gl.constexpr(64)  # keys and queries of a step
+from .wide_pieces import (
+    BLOCK,
+    add,
+    load_query,
+    load_tile,
+    next_block,
+    over_columns,
+    store_sum,
+    wait_sum,
+    zeros,
+)
 
 _thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
 
 
 @gluon.jit
-def _load_query(descs, bufs, full, stage, batch, head, row_head, m, DIM: gl.constexpr):
-    """Q and what goes with its rows."""
-    q_desc, lse_desc, delta_desc = descs
-    q_smem, lse_smem, delta_smem = bufs
-    mbarrier.expect(full.index(stage), BLOCK * DIM * 2 + 2 * BLOCK * 4)
-    tma.async_copy_global_to_shared(q_desc, [batch, head, m, 0], full.index(stage), q_smem.index(stage))
-    tma.async_copy_global_to_shared(lse_desc, [row_head, m], full.index(stage), lse_smem.index(stage))
-    tma.async_copy_global_to_shared(delta_desc, [row_head, m], full.index(stage), delta_smem.index(stage))
-
-
-@gluon.jit
-def _load_grad_out(desc, smem, full, stage, batch, head, m, V_DIM: gl.constexpr):
-    mbarrier.expect(full.index(stage), BLOCK * V_DIM * 2)
-    tma.async_copy_global_to_shared(desc, [batch, head, m, 0], full.index(stage), smem.index(stage))
-
-
-@gluon.jit
-def _next_block(g, i, m_blocks):
-    """(head of the group, query block) that comes after (g, i)."""
-    i += 1
-    if i == m_blocks:
-        i = 0
-        g += 1
-    return g, i
-
-
-@gluon.jit
 def _value_program(
     q_descs, k_desc, do_desc, dv_desc, q_bufs, k_smem, do_smem, p_smem, bars, place, band, numbers,
-    DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
+    QK_FIRST: gl.constexpr, QK_SECOND: gl.constexpr, V_FIRST: gl.constexpr, V_SECOND: gl.constexpr,
+    STAGES: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     k_full, q_full, do_full, do_empty, p_full, p_empty = bars
     batch, kv_head, n, heads, group = place
@@ -78,28 +60,28 @@ def _value_program(
     score_scale, cap = numbers
     q_smem, lse_smem, _delta = q_bufs
     dtype: gl.constexpr = dv_desc.dtype
+    DIM: gl.constexpr = k_desc.block_shape[3]
+    V_DIM: gl.constexpr = do_desc.block_shape[3]
     s_layout: gl.constexpr = accumulator(64)
-    dv_layout: gl.constexpr = accumulator(V_DIM)
-    operand: gl.constexpr = gl.DotOperandLayout(0, dv_layout, 2)
     cols: gl.constexpr = gl.SliceLayout(0, s_layout)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([BLOCK, BLOCK], gl.float32, s_layout)
-    dv = gl.zeros([BLOCK, V_DIM], gl.float32, dv_layout)
+    dv = zeros(V_FIRST)
+    dv_second = zeros(V_SECOND)
     total = group * m_blocks
     last = 0
     if total > 0:
-        mbarrier.expect(k_full, BLOCK * DIM * 2)
-        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, n, 0], k_full, k_smem.index(0))
+        load_tile(k_desc, k_smem, k_full, 0, batch, kv_head, n)
         load_g = 0  # of the next load
         load_i = 0
         for it in range(gl.minimum(STAGES, total)):
             head = kv_head * group + load_g
-            _load_query(q_descs, q_bufs, q_full, it, batch, head, batch * heads + head, m_first + load_i * m_step, DIM)
-            load_g, load_i = _next_block(load_g, load_i, m_blocks)
+            load_query(q_descs, q_bufs, q_full, it, batch, head, batch * heads + head, m_first + load_i * m_step)
+            load_g, load_i = next_block(load_g, load_i, m_blocks)
         mbarrier.wait(k_full, 0)
         mbarrier.wait(q_full.index(0), 0)
         k = k_smem.index(0).reshape([BLOCK, DIM])
-        s = warpgroup_mma(k, q_smem.index(0).reshape([BLOCK, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = over_columns(k, q_smem.index(0).reshape([BLOCK, DIM]), zero, QK_FIRST, QK_SECOND)
         s = warpgroup_mma_wait(0, [s])
         i = 0
         for it in range(total):
@@ -145,20 +127,18 @@ def _value_program(
             mbarrier.arrive(p_full, count=1)
             p16 = pin16(p16)
             mbarrier.wait(do_full.index(stage), phase)
-            dv = warpgroup_mma(
-                gl.convert_layout(p16, operand), do_smem.index(stage).reshape([BLOCK, V_DIM]), dv, is_async=True
-            )
+            do = do_smem.index(stage).reshape([BLOCK, V_DIM])
+            dv, dv_second = add(dv, dv_second, p16, do, V_FIRST, V_SECOND)
             # After the last block on a stale one: cheaper than another copy of the loop body.
             mbarrier.wait(q_full.index(next_stage), ((it + 1) // STAGES) & 1, pred=it + 1 < total)
-            q_next = q_smem.index(next_stage).reshape([BLOCK, DIM]).permute((1, 0))
-            s = warpgroup_mma(k, q_next, zero, use_acc=False, is_async=True)
-            dv = warpgroup_mma_wait(1, [dv])
+            s = over_columns(k, q_smem.index(next_stage).reshape([BLOCK, DIM]), zero, QK_FIRST, QK_SECOND)
+            dv, dv_second = wait_sum(dv, dv_second, V_SECOND, QK_SECOND)
             if it + STAGES < total:
                 _thread_barrier()  # all four warps' parts of dV have left the stage
                 mbarrier.wait(do_empty.index(stage), phase)
                 head = kv_head * group + load_g
-                _load_grad_out(do_desc, do_smem, do_full, stage, batch, head, m_first + load_i * m_step, V_DIM)
-                load_g, load_i = _next_block(load_g, load_i, m_blocks)
+                load_tile(do_desc, do_smem, do_full.index(stage), stage, batch, head, m_first + load_i * m_step)
+                load_g, load_i = next_block(load_g, load_i, m_blocks)
             s = warpgroup_mma_wait(0, [s])
             i += 1
             if i == m_blocks:
@@ -166,45 +146,41 @@ def _value_program(
         last = (total - 1) % STAGES
         _thread_barrier()
         mbarrier.wait(do_empty.index(last), ((total - 1) // STAGES) & 1)
-    do_smem.index(last).reshape([BLOCK, V_DIM]).store(dv.to(dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, n, 0], do_smem.index(last))
-    tma.store_wait(0)
+    store_sum(dv_desc, do_smem.index(last), dv, dv_second, batch, kv_head, n, V_FIRST, V_SECOND)
 
 
 @gluon.jit
 def _key_program(
     q_descs, v_desc, do_desc, dk_desc, q_bufs, v_smem, do_smem, p_smem, ds_smem, bars, place, band, scale,
-    DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr, DS_IN_REGISTERS: gl.constexpr,
+    QK_FIRST: gl.constexpr, QK_SECOND: gl.constexpr, V_FIRST: gl.constexpr, V_SECOND: gl.constexpr,
+    STAGES: gl.constexpr, DS_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     v_full, q_full, do_full, do_empty, p_full, p_empty, ds_full, ds_empty = bars
     batch, kv_head, n, heads, group = place
     _len, _lower, _upper, m_first, m_step, m_blocks = band
     q_smem, _lse, delta_smem = q_bufs
     dtype: gl.constexpr = dk_desc.dtype
+    DIM: gl.constexpr = dk_desc.block_shape[3]
+    V_DIM: gl.constexpr = v_desc.block_shape[3]
     s_layout: gl.constexpr = accumulator(64)
-    dk_layout: gl.constexpr = accumulator(DIM)
-    operand: gl.constexpr = gl.DotOperandLayout(0, dk_layout, 2)
     cols: gl.constexpr = gl.SliceLayout(0, s_layout)
     zero = gl.zeros([BLOCK, BLOCK], gl.float32, s_layout)
-    dk = gl.zeros([BLOCK, DIM], gl.float32, dk_layout)
+    dk = zeros(QK_FIRST)
+    dk_second = zeros(QK_SECOND)
     total = group * m_blocks
     last = 0
     if total > 0:
-        mbarrier.expect(v_full, BLOCK * V_DIM * 2)
-        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, n, 0], v_full, v_smem.index(0))
+        load_tile(v_desc, v_smem, v_full, 0, batch, kv_head, n)
         load_g = 0  # of the next load
         load_i = 0
         for it in range(gl.minimum(STAGES, total)):
             head = kv_head * group + load_g
-            _load_grad_out(do_desc, do_smem, do_full, it, batch, head, m_first + load_i * m_step, V_DIM)
-            load_g, load_i = _next_block(load_g, load_i, m_blocks)
+            load_tile(do_desc, do_smem, do_full.index(it), it, batch, head, m_first + load_i * m_step)
+            load_g, load_i = next_block(load_g, load_i, m_blocks)
         mbarrier.wait(v_full, 0)
         mbarrier.wait(do_full.index(0), 0)
         v = v_smem.index(0).reshape([BLOCK, V_DIM])
-        dp = warpgroup_mma(
-            v, do_smem.index(0).reshape([BLOCK, V_DIM]).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
+        dp = over_columns(v, do_smem.index(0).reshape([BLOCK, V_DIM]), zero, V_FIRST, V_SECOND)
         dp = warpgroup_mma_wait(0, [dp])
         mbarrier.arrive(do_empty.index(0), count=1)
         for it in range(total):
@@ -224,26 +200,22 @@ def _key_program(
                 fence_async_shared()
             mbarrier.arrive(ds_full, count=1)
             q = q_smem.index(stage).reshape([BLOCK, DIM])
-            dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
+            dk, dk_second = add(dk, dk_second, ds, q, QK_FIRST, QK_SECOND)
             # After the last block on a stale one.
             mbarrier.wait(do_full.index(next_stage), ((it + 1) // STAGES) & 1, pred=it + 1 < total)
-            do_next = do_smem.index(next_stage).reshape([BLOCK, V_DIM]).permute((1, 0))
-            dp = warpgroup_mma(v, do_next, zero, use_acc=False, is_async=True)
-            dk = warpgroup_mma_wait(1, [dk])
+            dp = over_columns(v, do_smem.index(next_stage).reshape([BLOCK, V_DIM]), zero, V_FIRST, V_SECOND)
+            dk, dk_second = wait_sum(dk, dk_second, QK_SECOND, V_SECOND)
             if it + STAGES < total:
                 _thread_barrier()  # all four warps' parts of dK have left the stage; lse was read before P was written
                 head = kv_head * group + load_g
                 row_head = batch * heads + head
-                _load_query(q_descs, q_bufs, q_full, stage, batch, head, row_head, m_first + load_i * m_step, DIM)
-                load_g, load_i = _next_block(load_g, load_i, m_blocks)
+                load_query(q_descs, q_bufs, q_full, stage, batch, head, row_head, m_first + load_i * m_step)
+                load_g, load_i = next_block(load_g, load_i, m_blocks)
             dp = warpgroup_mma_wait(0, [dp])
             mbarrier.arrive(do_empty.index(next_stage), count=1, pred=it + 1 < total)
         last = (total - 1) % STAGES
         _thread_barrier()
-    q_smem.index(last).reshape([BLOCK, DIM]).store((dk * scale).to(dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, n, 0], q_smem.index(last))
-    tma.store_wait(0)
+    store_sum(dk_desc, q_smem.index(last), dk * scale, dk_second * scale, batch, kv_head, n, QK_FIRST, QK_SECOND)
 
 
 @gluon.jit
@@ -301,7 +273,7 @@ def _query_program(
                     if follows:
                         await_turn(turns + block, n // BLOCK)
                 tma_reduce_add(dq_desc, [row + part * ROWS, 0], slot)
-            g, i = _next_block(g, i, m_blocks)
+            g, i = next_block(g, i, m_blocks)
         if DETERMINISTIC:
             last_head = batch * heads + kv_head * group + group - 1
             pass_turn(turns + (last_head * q_rows + m_first + (m_blocks - 1) * m_step) // BLOCK, n // BLOCK + 1)
@@ -317,20 +289,24 @@ def backward_wide_kernel(
     heads, kv_heads, group, batch_kv_heads, heads_at_once, blocks_n, q_len, q_rows, kv_len, lower, upper,
     score_scale, scale, cap,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
-    DETERMINISTIC: gl.constexpr, DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, PART: gl.constexpr, SLOTS: gl.constexpr, DS_IN_REGISTERS: gl.constexpr,
-    KV_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr,
+    DETERMINISTIC: gl.constexpr, QK_FIRST: gl.constexpr, QK_SECOND: gl.constexpr, V_FIRST: gl.constexpr,
+    V_SECOND: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr, SLOTS: gl.constexpr,
+    DS_IN_REGISTERS: gl.constexpr, KV_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of 64 keys * batch * key heads,), 4 warps (of the value program; the rest is added by Gluon).
 
-    Args: as for ``backward.backward_kernel``, but that all tiles have 64 rows, those of q, k and dk DIM and those of v,
-    do and dv V_DIM columns (256 each, or 128 for V_DIM), and dq_desc boxes of PART / 4 rows.
+    Args: as for ``backward.backward_kernel``, but that all tiles have 64 rows, those of q, k and dk 256 and those of v,
+    do and dv 128 or 256 columns, and dq_desc boxes of PART / 4 rows.
+
+    QK_FIRST + QK_SECOND, V_FIRST + V_SECOND: columns that hold the head dims, see ``wide_pieces``.
 
     PART: columns of dQ that are computed and sent at once.  PARTS: how many of them hold the head dim, what is beyond
     is neither computed nor written.  SLOTS: buffers for parts that are on their way; divides PARTS.  STAGES: of Q and
     dO.  DS_IN_REGISTERS: dS is dQ's register operand.
     """
     dtype: gl.constexpr = q_desc.dtype
+    DIM: gl.constexpr = q_desc.block_shape[3]
+    V_DIM: gl.constexpr = v_desc.block_shape[3]
     pid = gl.program_id(0)
     per_group = heads_at_once * blocks_n
     first = pid // per_group * heads_at_once
@@ -389,9 +365,10 @@ def backward_wide_kernel(
     key_bars = (v_full, q_full, do_full, do_empty, p_full, p_empty, ds_full, ds_empty)
     gl.warp_specialize([
         (_value_program, (q_descs, k_desc, do_desc, dv_desc, q_bufs, k_smem, do_smem, p_smem, value_bars, place, band,
-                          (score_scale, cap), DIM, V_DIM, STAGES, HAS_LOWER, HAS_UPPER, RAGGED, SOFTCAP)),
+                          (score_scale, cap), QK_FIRST, QK_SECOND, V_FIRST, V_SECOND, STAGES, HAS_LOWER, HAS_UPPER,
+                          RAGGED, SOFTCAP)),
         (_key_program, (q_descs, v_desc, do_desc, dk_desc, q_bufs, v_smem, do_smem, p_smem, ds_smem, key_bars, place,
-                        band, scale, DIM, V_DIM, STAGES, DS_IN_REGISTERS)),
+                        band, scale, QK_FIRST, QK_SECOND, V_FIRST, V_SECOND, STAGES, DS_IN_REGISTERS)),
         (_query_program, (dq_desc, turns, k_smem, ds_smem, dq_smem, (k_full, ds_full, ds_empty), place, band, q_rows,
                           DIM, PARTS, PART, SLOTS, DS_IN_REGISTERS, DETERMINISTIC, HAS_LOWER)),
     ], [4, 4], [KV_REGISTERS, DQ_REGISTERS])  # fmt: skip
