@@ -318,6 +318,7 @@ def _namespace() -> dict[str, Any]:
         "await_turn": _await_turn, "pass_turn": _pass_turn, "pack16": lambda x: x, "unpack16": lambda x, dtype: x,
         "tma_reduce_add": lambda desc, at, shared: desc.add(at, shared),
         "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait, "fence_async_shared": nothing, "struct": _struct,
+        "tma_load": tma.async_copy_global_to_shared, "tma_store": tma.async_copy_shared_to_global,
         "accumulator": nothing, "tanh": lambda x, dtype: torch.tanh(x), "pin16": lambda x: x,
         "LOG2E": 1.4426950408889634, "LN2": 0.6931471805599453,
         "bar_sync": lambda index, threads: _come(index, threads, wait=True),

@@ -15,12 +15,17 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as core
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-try:  # Triton >= 3.8
+try:
     from triton.experimental.gluon import aggregate as _aggregate
 except ImportError:
     from triton.language.core import _aggregate
+
+# Newer Tritons call them async_load and async_store, and keep the old names to raise an error.
+tma_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -30,7 +35,7 @@ _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float
 
 @core.builtin
 def tma_reduce_add(desc, coord, src, _semantic=None):
-    """Add a shared memory tile to global memory; ordered like ``tma.async_copy_shared_to_global``."""
+    """Add a shared memory tile to global memory; ``tma.store_wait`` waits for it as for stores."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 

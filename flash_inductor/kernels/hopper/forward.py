@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .device import LN2, accumulator, bar_arrive, bar_sync, pin16, struct, tanh
+from .device import LN2, accumulator, bar_arrive, bar_sync, pin16, struct, tanh, tma_store
 from .tiles import WARPGROUP_ROWS, Memory, Problem, make_ring
 
 _TURN = gl.constexpr(8)  # the first named barrier that is ours: Triton uses the low numbers
@@ -289,7 +289,7 @@ def _compute(W: gl.constexpr, rows, problem, memory, o_desc, lse_ptr, OUT_IN_QUE
         if rows.V_SECOND > 0:
             flat.slice(rows.V_FIRST, rows.V_SECOND, dim=1).store(second.to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [batch, head, row, 0], out)
+        tma_store(o_desc, [batch, head, row, 0], out)
         if OUT_IN_QUERY:
             tma.store_wait(0)
             memory.query.release(W)

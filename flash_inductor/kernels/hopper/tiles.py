@@ -3,9 +3,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .device import struct
+from .device import struct, tma_load
 
 WARPGROUP_ROWS = gl.constexpr(64)
 
@@ -93,7 +93,7 @@ class Ring:
     def load(self, desc, batch, head, row, slot, phase):
         mbarrier.wait(self.empty.index(slot), phase ^ 1)
         mbarrier.expect(self.full.index(slot), self.ROWS * self.COLS * 2)
-        tma.async_copy_global_to_shared(desc, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot))
+        tma_load(desc, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot))
 
     @gluon.jit
     def wait(self, slot, phase):
