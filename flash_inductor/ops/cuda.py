@@ -175,14 +175,14 @@ def _backward(
     strides = [dense_strides(x.stride(), x.shape, x.shape) for x in inputs]
     outputs = [(x.shape, stride) for x, stride in zip(inputs, strides, strict=True)]
     dtype, device = inputs[0].dtype, inputs[0].device
-    launch: Callable[..., Any]
     if kernel == "gluon":
         from . import hopper_backward
 
-        launch = partial(hopper_backward.backward, **numbers)
+        launch = _bound(hopper_backward.backward, numbers)
     else:
-        causal = numbers["mask"].upper is not None
-        launch = partial(aten.BACKWARD[kernel], is_causal=causal, scale=numbers["scale"])
+        launch = _bound(
+            aten.BACKWARD[kernel], {"is_causal": numbers["mask"].upper is not None, "scale": numbers["scale"]}
+        )
 
     def run(
         grad_out: Tensor,
@@ -208,6 +208,10 @@ def _backward(
         return (*found, query.new_empty(0))
 
     return run
+
+
+def _bound(function: Callable[..., Any], numbers: dict[str, Any]) -> Callable[..., Any]:
+    return partial(function, **numbers)
 
 
 def _cannot(kernel: str, reason: str) -> str:

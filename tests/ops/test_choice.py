@@ -1,0 +1,282 @@
+"""Which kernel takes what, which is chosen, and how the CUDA module launches it: with stand-ins for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_inductor import config
+from flash_inductor.kernels import choices
+from flash_inductor.kernels.choices import KERNELS, Row
+from flash_inductor.ops import aten, attn, attn_backward, choice, library
+from flash_inductor.ops.choice import Problem, choose, classify, eligible, refusal
+from flash_inductor.spec import AttentionSpec, MaskSpec
+from flash_inductor.testing import assert_close_to_reference, make_inputs
+
+BF16 = torch.bfloat16
+
+
+def takes(kind: str, dim: int, v_dim: int, dtype: torch.dtype, capability: int, scale: float) -> bool:
+    return capability == 90 and dtype.itemsize == 2 and scale > 0 and (kind == "fwd" or dim == v_dim)
+
+
+@pytest.fixture(autouse=True)
+def everything_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(choice, "_gluon_takes", takes)
+    monkeypatch.setattr(choice, "_cudnn", lambda: 91900)
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+def problem(**changes: Any) -> Problem:
+    return Problem("fwd", 90, BF16, 128, 128, (4096, 4096), "causal", True)._replace(**changes)
+
+
+def test_all_take_plain_causal_attention() -> None:
+    assert eligible(problem()) == KERNELS
+    assert eligible(problem(kind="bwd")) == KERNELS
+
+
+ATEN = {"cudnn", "flash"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "out"),
+    [
+        ({"softcap": True}, ATEN),
+        ({"square": False}, ATEN),
+        ({"band": "window", "square": False}, ATEN),
+        ({"v_head_dim": 64}, ATEN),
+        ({"kind": "bwd", "v_head_dim": 64}, {*ATEN, "gluon"}),
+        ({"kind": "bwd", "grad_lse": True}, ATEN),
+        ({"kind": "bwd", "deterministic": True}, {"cudnn"}),
+        ({"deterministic": True}, set()),
+        ({"scale": -0.1}, {*ATEN, "gluon"}),
+        ({"scale": 0.1}, set()),
+        ({"extras": True}, {*ATEN, "gluon"}),
+        ({"dtype": torch.float32}, {*ATEN, "gluon"}),
+        ({"lengths": (32, 32)}, {"cudnn"}),
+        ({"capability": 80}, {"gluon", "cudnn"}),
+        ({"capability": 75}, {"gluon", *ATEN}),
+        ({"capability": 100}, {"gluon"}),
+        ({"capability": 100, "head_dim": 256, "v_head_dim": 256}, {"gluon", "cudnn"}),
+        ({"capability": 86, "head_dim": 256, "v_head_dim": 256}, {"gluon", *ATEN}),
+        ({"head_dim": 256, "v_head_dim": 256}, set()),
+        ({"head_dim": 68, "v_head_dim": 68}, ATEN),
+    ],
+    ids=str,
+)
+def test_who_is_out(changes: dict[str, Any], out: set[str]) -> None:
+    changed = problem(**changes)
+    assert set(KERNELS) - set(eligible(changed)) == out
+    for kernel in out - ({"cudnn"} if changes == {"lengths": (32, 32)} else set()):
+        assert refusal(kernel, changed)
+
+
+def test_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_cudnn", lambda: 0)
+    assert "cudnn" not in eligible(problem())
+
+
+def test_table_of_this_package() -> None:
+    assert choose(problem()) == "gluon"
+    assert choose(problem(head_dim=64, v_head_dim=64)) == "cudnn"
+    assert choose(problem(head_dim=64, v_head_dim=64, lengths=(16384, 16384))) == "gluon"
+    assert choose(problem(head_dim=64, v_head_dim=64, softcap=True)) == "gluon"
+    full = problem(band="full", square=False, lengths=(1024, 1024))
+    assert choose(full) == "gluon"
+    assert choose(full._replace(kind="bwd")) == "cudnn"
+    assert choose(full._replace(kind="bwd", deterministic=True)) == "gluon"
+    assert choose(full._replace(kind="bwd", grad_lse=True)) == "gluon"
+    assert choose(problem(capability=80)) == "flash"
+    assert choose(problem(capability=100)) == "cudnn"
+    assert choose(problem(capability=120)) == "triton"
+
+
+def test_rows_are_well_formed() -> None:
+    for rows in choices.ROWS.values():
+        for row in rows:
+            assert row.kind in ("fwd", "bwd") and row.head_dim in (64, 128, 256)
+            assert row.lengths[0] <= row.lengths[1] and set(row.kernels) <= set(KERNELS)
+    assert all(set(names) <= set(KERNELS) for names in choices.ORDER.values())
+
+
+def test_rows_decide_by_every_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row("fwd", 128, "causal", (4096, 8191), ("flash",))
+    monkeypatch.setattr(choices, "ROWS", {9: (row,)})
+    assert choose(problem(head_dim=72, v_head_dim=72)) == "flash"
+    others = (
+        {"kind": "bwd"},
+        {"head_dim": 64, "v_head_dim": 64},
+        {"head_dim": 136, "v_head_dim": 136},
+        {"band": "full"},
+        {"lengths": (4096, 4095)},
+        {"lengths": (4096, 8192)},
+    )
+    assert [choose(problem(**change)) for change in others] == ["gluon"] * len(others)
+
+
+def test_forced_where_it_takes_the_problem() -> None:
+    assert [choose(problem(), name) for name in KERNELS] == list(KERNELS)
+    assert choose(problem(softcap=True), "cudnn") == "gluon"
+    assert choose(problem(lengths=(0, 7)), "gluon") == "triton"
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths", "expected"),
+    [
+        (MaskSpec(), (8, 9), ("full", False)),
+        (MaskSpec(None, 0), (8, 8), ("causal", True)),
+        (MaskSpec(None, 0), (8, 9), ("causal", False)),
+        (MaskSpec(None, 1), (9, 9), ("causal", False)),
+        (MaskSpec(None, 8), (9, 9), ("full", False)),
+        (MaskSpec(-7, 0), (8, 8), ("causal", True)),
+        (MaskSpec(-6, 0), (8, 8), ("window", False)),
+        (MaskSpec(-7, 7), (8, 8), ("full", False)),
+    ],
+)
+def test_bands(mask: MaskSpec, lengths: tuple[int, int], expected: tuple[str, bool]) -> None:
+    assert classify(mask, *lengths, same_length=lengths[0] == lengths[1]) == expected
+    if mask.lower is not None:  # of a symbolic length a window is never known to hide nothing
+        assert classify(mask, object(), object(), same_length=True) == ("window", False)
+
+
+def test_of_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (2, 8, 1024, 128)
+    cuda = torch.device("cuda", 0)
+
+    def of(spec: AttentionSpec) -> tuple[str, str]:
+        return choice.of_site(spec, shape, shape, shape, BF16, cuda)
+
+    assert of(AttentionSpec()) == ("triton", "triton")  # no such device here
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(choice, "device_limits", lambda index: (90, None))
+    assert of(AttentionSpec()) == ("gluon", "cudnn")
+    assert of(AttentionSpec(extras=("padding",))) == ("triton", "triton")
+    with config.override(kernel="flash"):
+        assert of(AttentionSpec()) == ("flash", "flash")
+
+
+def test_names_are_checked() -> None:
+    inputs = make_inputs()
+    with pytest.raises(
+        ValueError, match=r"kernel_name: expected one of triton, gluon, cudnn, flash, or None .* 'fast'"
+    ):
+        attn(*inputs, kernel_name="fast")
+    out, lse = attn(*inputs)
+    with pytest.raises(ValueError, match="kernel_name"):
+        attn_backward(out, None, *inputs, out, lse, kernel_name="fast")
+    with pytest.raises(ValueError, match="kernel: expected one of"):
+        config.Config(kernel="fast")
+
+
+def test_on_the_cpu_there_is_no_choice() -> None:
+    inputs = make_inputs(requires_grad=True)
+    for name in KERNELS:
+        torch.testing.assert_close(attn(*inputs, kernel_name=name)[0], attn(*inputs)[0], rtol=0, atol=0)
+    torch.library.opcheck(attn, inputs, {"kernel_name": "gluon"})
+
+
+def test_the_backward_chooses_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = library._complete
+
+    def complete(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+        seen.append((kind, options.get("kernel_name")))
+        return original(kind, options)
+
+    monkeypatch.setattr(library, "_complete", complete)
+    inputs = make_inputs(q_len=29, requires_grad=True)  # a length of its own: nothing is prepared for it yet
+    attn(*inputs, kernel_name="flash")[0].sum().backward()
+    assert seen == [("fwd", "flash"), ("bwd", None)]
+
+
+def test_passed_on_by_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = library._complete
+    monkeypatch.setattr(library, "_complete", lambda kind, x: seen.append(x.get("kernel_name")) or original(kind, x))
+    query, key, value = make_inputs(q_len=31)
+    with torch.autocast("cpu", torch.bfloat16):
+        attn(query, key, value, kernel_name="flash")
+    stacked = [torch.stack([x, x]) for x in (query, key, value)]
+    torch.vmap(lambda q, k, v: attn(q, k, v, kernel_name="cudnn"))(*stacked)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        attn(query, key, value, kernel_name="gluon", is_causal=True)
+    assert counter.get_total_flops() > 0
+    assert seen == ["flash", "cudnn", "gluon"]
+
+
+def test_invalid_calls_are_never_taken_for_known_ones() -> None:
+    query, key, value = make_inputs()
+    attn(query, key, value)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="value"):
+            attn(query, key, value.double())
+        with pytest.raises(ValueError, match="window_left"):
+            attn(query, key, value, window_left=-1)
+    assert attn(query, key, value)[0].shape == query.shape
+
+
+class TestAten:
+    """The argument lists, with the CPU's flash attention behind names that need a GPU."""
+
+    @pytest.fixture(autouse=True)
+    def _on_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+        def bound(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+            names = [a.name for a in op._schema.arguments]
+            assert len(args) <= len(names)
+            return {**dict(zip(names, args, strict=False)), **kwargs}
+
+        def forward(op: Any) -> Any:
+            def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+                a = bound(op, args, kwargs)
+                assert a["dropout_p"] == 0 and not a["return_debug_mask"] and a.get("attn_bias") is None
+                out, lse = calls(a["query"], a["key"], a["value"], 0.0, a["is_causal"], scale=a["scale"])
+                if "cudnn" in op._schema.name:
+                    assert a["compute_log_sumexp"]
+                    lse = lse.unsqueeze(-1)
+                return (out, lse, *[None] * (len(op._schema.returns) - 2))
+
+            return run
+
+        def backward(op: Any) -> Any:
+            def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+                a = bound(op, args, kwargs)
+                assert set(a) == {x.name for x in op._schema.arguments}
+                assert a["cum_seq_q"] is None and a["cum_seq_k"] is None and a["dropout_p"] == 0
+                assert (a["max_q"], a["max_k"]) == (a["query"].shape[2], a["key"].shape[2])
+                lse = a["logsumexp"]
+                if "cudnn" in op._schema.name:
+                    lse = lse.squeeze(-1)
+                return grads(
+                    a["grad_out"], a["query"], a["key"], a["value"], a["out"], lse, 0.0, a["is_causal"],
+                    scale=a["scale"],
+                )  # fmt: skip
+
+            return run
+
+        for name, fake in (("", forward), ("_backward", backward)):
+            for kernel in ("flash", "cudnn"):
+                packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{name}")
+                op = packet.default
+                monkeypatch.setattr(packet, "default", fake(op))
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("forward", ["flash", "cudnn"])
+    @pytest.mark.parametrize("backward", ["flash", "cudnn"])
+    def test_pairs(self, forward: str, backward: str, causal: bool) -> None:
+        inputs = make_inputs("bnhd", q_len=70)
+        out, lse = aten.FORWARD[forward](*inputs, is_causal=causal, scale=0.2)
+        grad_out = torch.randn_like(out)
+        grads = aten.BACKWARD[backward](grad_out, *inputs, out, lse, is_causal=causal, scale=0.2)
+        spec = AttentionSpec(0.2, MaskSpec(None, 0 if causal else None))
+        assert lse.shape == out.shape[:3]
+        assert_close_to_reference([out, lse, *grads], *inputs, spec, grad_out=grad_out)
