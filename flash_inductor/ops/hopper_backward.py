@@ -7,18 +7,22 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ..kernels.hopper.around import finish_kernel, prepare_kernel
 from ..kernels.hopper.backward import backward_kernel
-from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
+from ..kernels.hopper.device import TensorDescriptor, flat_descriptor, row_descriptor, tile_descriptor
 from ..spec import MaskSpec
+from .launch import Bound
 
 _LOG2E = 1.4426950408889634
 _ROWS = 128  # rows of query that scratch tensors are rounded up to
 _L2_BYTES = 28 << 20  # what the heads that are worked on together may take of the second level cache (50 MiB)
 _WAVES = 256  # CTAs of unequal length that fill the 132 SMs evenly when the longest start first
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,15 @@ class Problem:
     @property
     def q_rows(self) -> int:
         """Rows of query in scratch tensors."""
-        return triton.cdiv(self.query.shape[2], _ROWS) * _ROWS
+        return _cdiv(self.query.shape[2], _ROWS) * _ROWS
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its grid and arguments; a value, so that tests can compile it where it can't run."""
+    """A kernel with its grid and arguments; a value, so that tests can compile it where it can't run.
+
+    ``args`` are tensors, descriptors and None, then numbers that the kernel isn't specialised on.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
@@ -81,7 +88,24 @@ class Launch:
     constants: dict[str, Any]
 
     def __call__(self) -> None:
-        self.kernel[self.grid](*self.args, **self.constants)
+        _bound(self.kernel, tuple(self.constants.items())).launch(self.grid[0], self.args, self._variant())
+
+    def _variant(self) -> tuple[Any, ...]:
+        """What Triton compiles for, besides the constants."""
+        variant: list[Any] = [torch.cuda.current_device()]
+        for x in self.args:
+            if isinstance(x, Tensor):
+                variant += (x.dtype, x.data_ptr() % 16 == 0)
+            elif isinstance(x, TensorDescriptor):
+                variant.append(x.base.dtype)
+            elif isinstance(x, int):  # tensors come first
+                break
+        return tuple(variant)
+
+
+@lru_cache(maxsize=1024)
+def _bound(kernel: Any, constants: tuple[tuple[str, Any], ...]) -> Bound:
+    return Bound(kernel, dict(constants))
 
 
 @dataclass(frozen=True)
@@ -204,7 +228,7 @@ def prepare(problem: Problem, dim: int) -> tuple[Scratch, Launch]:
     )  # fmt: skip
     v_dim = problem.value.shape[3]
     constants = {
-        "HEAD_DIM": v_dim, "BLOCK_D": triton.next_power_of_2(v_dim), "DIM": dim, "BLOCK_M": 64,
+        "HEAD_DIM": v_dim, "BLOCK_D": 1 << (v_dim - 1).bit_length(), "DIM": dim, "BLOCK_M": 64,
         "GRAD_LSE": grad_lse is not None, "DETERMINISTIC": problem.deterministic,
         "ALIGN": _align(out, grad_out), "num_warps": 4,
     }  # fmt: skip
@@ -221,7 +245,7 @@ def finish(problem: Problem, scratch: Scratch, dim: int) -> Launch:
     grad = problem.grad_query
     args = (scratch.grad_query, grad, *grad.stride()[:3], heads, q_len, problem.q_rows, problem.scale)
     constants = {"HEAD_DIM": head_dim, "DIM": dim, "ALIGN": _align(grad), "num_warps": 4}
-    return Launch(finish_kernel, (triton.cdiv(q_len, 64) * batch * heads,), args, constants)
+    return Launch(finish_kernel, (_cdiv(q_len, 64) * batch * heads,), args, constants)
 
 
 def columns(width: int) -> tuple[int, int]:
@@ -241,7 +265,7 @@ def _launches(problem: Problem, config: BackwardConfig | None) -> list[Launch]:
     lower, upper, softcap = problem.mask.lower, problem.mask.upper, problem.softcap
     even = lower is None and upper is None
     at_once = c.heads_at_once or heads_at_once(batch, heads, kv_heads, q_len, kv_len, dim, even)
-    blocks_n = triton.cdiv(kv_len, block_n)
+    blocks_n = _cdiv(kv_len, block_n)
     args = (
         tile_descriptor(problem.query, block_m, dim), tile_descriptor(problem.key, block_n // 2, dim),
         tile_descriptor(problem.value, block_n // 2, dim), tile_descriptor(problem.grad_out, block_m, dim),
@@ -273,6 +297,6 @@ def heads_at_once(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int
     total = batch * kv_heads
     at_once = _L2_BYTES // max(1, heads // kv_heads * q_len * dim * 8)
     if not even:
-        at_once = max(at_once, triton.cdiv(_WAVES, triton.cdiv(kv_len, 128)))
-    groups = triton.cdiv(total, max(1, min(total, at_once)))
-    return triton.cdiv(total, groups)  # groups of about the same size
+        at_once = max(at_once, _cdiv(_WAVES, _cdiv(kv_len, 128)))
+    groups = _cdiv(total, max(1, min(total, at_once)))
+    return _cdiv(total, groups)  # groups of about the same size
