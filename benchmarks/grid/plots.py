@@ -64,7 +64,7 @@ def _bars(cells: list[dict[str, Any]], data: dict[str, Any], path: Path) -> Path
         axis.grid(axis="x", alpha=0.3)
     axes[0].set_yticks([row + 0.4 for row in range(len(cells))], [c["name"] for c in cells])
     axes[0].invert_yaxis()
-    axes[1].legend(loc="lower right")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(names) + len(published))
     figure.supxlabel(_caption(data), fontsize=7)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

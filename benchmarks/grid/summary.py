@@ -115,6 +115,8 @@ def means(cells: Sequence[Cell]) -> list[tuple[str, int, float, float]]:
     for cell in cells:
         for part in PARTS:
             best = best_peer(cell, part)
+            add("all: ours / best peer of this run", best and best[0])
+            add("all: ours / stock", ratio(cell, part, STOCK))
             add(f"{cell['group']}: ours / best peer of this run", best and best[0])
             if cell["name"] in PUBLISHED:
                 best = best_peer(cell, part, published=True)
