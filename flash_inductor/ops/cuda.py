@@ -141,7 +141,7 @@ def _forward(
     if kernel == "gluon":
         from . import hopper
 
-        launch = partial(hopper.forward, **numbers)
+        launch = _bound(hopper.forward, numbers)
 
         def gluon(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             if (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
