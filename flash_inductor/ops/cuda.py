@@ -106,7 +106,7 @@ def prepare(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any
     # Compiled code names a kernel for all lengths and both modes: where it can't be that one, the table decides.
     if kernel is None or not choice.fits(kernel, problem):
         kernel = choice.choose(problem, get_config().kernel)
-    read = list(tensors[:3]) if kind == "fwd" else [tensors[0], *tensors[2:6]]
+    read = [x for x in (tensors[:3] if kind == "fwd" else (tensors[0], *tensors[2:6])) if x is not None]
     if kernel == "triton" or query.numel() == 0 or key.numel() == 0 or not all(map(has_wide_rows, read)):
         return triton
     numbers = {
