@@ -16,6 +16,9 @@ from ..spec import MaskSpec
 from .launch import Bound
 
 _LOG2E = 1.4426950408889634
+# Scores capped at c are exponents in [-c, c]: exp2 of them and its sums stay in the range of float32 and bfloat16, with
+# 2**47 to spare for length and values.
+_LARGEST_EXPONENT = 80.0
 _L2_BYTES = 28 << 20  # of keys and values that stay in the 50 MB of L2 while others pass through
 
 
@@ -159,15 +162,16 @@ def launch_of(
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len, v_head_dim = value.shape[1:]
     plan = _plan(
-        batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, lower, upper, softcap is not None, processors,
+        batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, lower, upper, softcap is not None,
+        softcap is not None and softcap * _LOG2E <= _LARGEST_EXPONENT and query.dtype is torch.bfloat16, processors,
         config,
     )  # fmt: skip
-    factor, cap = (scale * _LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2E)
+    inner, factor = (0.0, scale * _LOG2E) if softcap is None else (scale / softcap, softcap * _LOG2E)
     describe = plan.describe
     arguments = (
         describe(query, 64, plan.width), describe(key, plan.block_n, plan.width),
         describe(value, plan.block_n, plan.v_width), describe(out, 64, plan.v_width),
-        lse, counter, *plan.sizes, factor, cap,
+        lse, counter, *plan.sizes, inner, factor,
     )  # fmt: skip
     return Launch(plan.bound, plan.blocks, arguments)
 
@@ -197,6 +201,7 @@ def _plan(
     lower: int | None,
     upper: int | None,
     has_softcap: bool,
+    bounded: bool,
     processors: int,
     config: Config | None,
 ) -> Plan:
@@ -222,6 +227,7 @@ def _plan(
         "RAGGED": kv_len % c.block_n != 0,
         "NARROW": lower is not None and upper is not None and upper - lower < c.block_n + 62,
         "SOFTCAP": has_softcap,
+        "BOUNDED": bounded,
         "QK_FIRST": qk_first,
         "QK_SECOND": qk_second,
         "V_FIRST": v_first,

@@ -36,6 +36,7 @@ _CASES: dict[str, tuple[Config, dict[str, Any], MaskSpec, float | None]] = {
     "far_right": (_THREE, {"q_len": 100, "kv_len": 600}, MaskSpec(390, 450), None),
     "one_query": (_THREE, {"q_len": 1, "kv_len": 500}, MaskSpec(), None),
     "softcap": (_REUSED, {"q_len": 300}, MaskSpec(upper=0), 2.0),
+    "softcap_high": (_THREE, {"q_len": 300, "kv_len": 200}, MaskSpec(-60, 0), 200.0),
     "two_parts": (_TWO, {"q_len": 200, "head_dim": 80, "v_head_dim": 96}, MaskSpec(upper=0), None),
     "wide_value": (_TWO, {"q_len": 200, "v_head_dim": 160}, MaskSpec(upper=0), None),
 }
