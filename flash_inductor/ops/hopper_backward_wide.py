@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
-
 from ..kernels.hopper.backward_wide import backward_wide_kernel
 from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
 from .hopper_backward import Launch, Problem, finish, heads_at_once, prepare
@@ -16,9 +14,12 @@ _BLOCK = 64  # keys and queries of a step
 
 @dataclass(frozen=True)
 class WideConfig:
-    """Tuning; see the kernel for the meaning.  ``heads_at_once`` None: by L2 and length."""
+    """Tuning; see the kernel for the meaning.
 
-    stages: int = 2
+    ``stages`` None: as many as shared memory holds.  ``heads_at_once`` None: by L2 and length.
+    """
+
+    stages: int | None = None
     part: int = 64
     slots: int = 1
     ds_in_registers: bool = False
@@ -38,7 +39,7 @@ def wide_launches(problem: Problem, config: WideConfig | None = None) -> list[La
     even = lower is None and upper is None
     # It counts blocks of twice as many keys.
     at_once = c.heads_at_once or heads_at_once(batch, heads, kv_heads, q_len, 2 * kv_len, dim, even)
-    blocks_n = triton.cdiv(kv_len, _BLOCK)
+    blocks_n = -(-kv_len // _BLOCK)
     args = (
         tile_descriptor(problem.query, _BLOCK, dim), tile_descriptor(problem.key, _BLOCK, dim),
         tile_descriptor(problem.value, _BLOCK, v_dim), tile_descriptor(problem.grad_out, _BLOCK, v_dim),
@@ -53,8 +54,8 @@ def wide_launches(problem: Problem, config: WideConfig | None = None) -> list[La
     constants = {
         "HAS_LOWER": lower is not None, "HAS_UPPER": upper is not None, "RAGGED": kv_len % _BLOCK != 0,
         "SOFTCAP": softcap is not None, "DETERMINISTIC": problem.deterministic, "QK_FIRST": qk[0],
-        "QK_SECOND": qk[1], "V_FIRST": v[0], "V_SECOND": v[1], "STAGES": c.stages,
-        "PARTS": c.slots * triton.cdiv(head_dim, c.slots * c.part), "PART": c.part,
+        "QK_SECOND": qk[1], "V_FIRST": v[0], "V_SECOND": v[1], "STAGES": c.stages or (3 if v_dim == 128 else 2),
+        "PARTS": c.slots * -(-head_dim // (c.slots * c.part)), "PART": c.part,
         "SLOTS": c.slots, "DS_IN_REGISTERS": c.ds_in_registers, "KV_REGISTERS": c.kv_registers,
         "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
     }  # fmt: skip
