@@ -26,7 +26,7 @@ _L2_BYTES = 28 << 20  # of keys and values that stay in the 50 MB of L2 while ot
 class Config:
     """How the forward is tiled: ``warpgroups`` of 64 query rows, blocks of ``block_n`` keys, ``stages`` of them loaded.
 
-    ``registers`` are those of a computing thread.  ``ping_pong`` (two warpgroups only): they take turns.
+    ``registers`` are those of a computing thread.  ``ping_pong``: warpgroups take turns.
     ``out_in_query``: the result leaves through the query's shared memory.  ``per_sm``: thread blocks on a
     multiprocessor.
     """

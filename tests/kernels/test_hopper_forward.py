@@ -65,7 +65,7 @@ def test_shared_memory_of_every_pair_of_head_dims() -> None:
                     elements = 64 * c.warpgroups * (width + out) + c.stages * c.block_n * (width + v_width)
                     assert c.per_sm * (2 * elements + 1024) <= SHARED_MEMORY[90], (width, v_width, c)
                     assert not (c.out_in_query and width < v_width)
-                    assert c.warpgroups == 2 or not c.ping_pong
+                    assert c.warpgroups >= 2 or not c.ping_pong
 
 
 def test_takes() -> None:

@@ -19,11 +19,14 @@ from .gluon_emulator import Descriptor, Pointer, launch, load
 _FOLDER = Path(package.__path__[0])
 _TWO = Config(stages=2)
 _THREE = Config(warpgroups=3, block_n=64, stages=3, ping_pong=False)
+_TURNS = Config(warpgroups=3, block_n=64, stages=2)
 _REUSED = Config(block_n=64, out_in_query=True)
 _CASES: dict[str, tuple[Config, dict[str, Any], MaskSpec, float | None]] = {
     # name: (config, sizes, band, softcap)
     "full": (_TWO, {"q_len": 300, "kv_len": 333}, MaskSpec(), None),
     "full_three": (_THREE, {"q_len": 300, "kv_len": 256}, MaskSpec(), None),
+    "full_turns": (_TURNS, {"q_len": 300, "kv_len": 256}, MaskSpec(), None),
+    "window_turns": (_TURNS, {"q_len": 450, "kv_len": 500}, MaskSpec(-70, 40), None),
     "causal": (_TWO, {"q_len": 300, "heads": 4, "kv_heads": 2}, MaskSpec(upper=0), None),
     "causal_three": (_THREE, {"q_len": 450, "heads": 4, "kv_heads": 2}, MaskSpec(upper=0), None),
     "bottom_right": (_THREE, {"q_len": 200, "kv_len": 500}, MaskSpec(upper=300), None),
