@@ -94,17 +94,18 @@ def test_layouts(layout: str) -> None:
     assert_close_to_reference([None, None, *grads], *inputs, spec, grad_out=grad_out, grad_lse=grad_lse)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("head_dim", "stages"), [(64, 3), (64, 6), (128, 2)])
-def test_configs(head_dim: int, stages: int, ahead: bool) -> None:
+@pytest.mark.parametrize("mask", [MaskSpec(), _CAUSAL, MaskSpec(-150, 20)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "in_turn"])
+@pytest.mark.parametrize("finish", [False, True])
+@pytest.mark.parametrize(("head_dim", "stages", "ahead"), [(64, 3, True), (64, 6, False), (128, 2, False)])
+def test_configs(head_dim: int, stages: int, ahead: bool, finish: bool, deterministic: bool, mask: MaskSpec) -> None:
     from flash_inductor.ops import hopper_backward
 
-    if ahead and head_dim == 128:
-        return  # no registers for it
-    config = replace(hopper_backward._CONFIGS[head_dim, 0], stages=stages, ahead=ahead, heads_at_once=3)
+    config = hopper_backward._CONFIGS[head_dim, 0]
+    config = replace(config, stages=stages, ahead=ahead, finish=finish, heads_at_once=3)
     inputs = _inputs(q_len=700, heads=4, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16)
-    grads, grad_out, grad_lse = _backward(inputs, config=config)
-    spec = AttentionSpec(None, _CAUSAL)
+    grads, grad_out, grad_lse = _backward(inputs, mask, deterministic=deterministic, config=config)
+    spec = AttentionSpec(None, mask)
     assert_close_to_reference([None, None, *grads], *inputs, spec, grad_out=grad_out, grad_lse=grad_lse)
 
 
