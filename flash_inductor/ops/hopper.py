@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -40,17 +41,19 @@ class Config:
     per_sm: int = 1
 
 
-# By the tile that holds the wider head dim, then (longest length it is for, config), by whether there is a mask.
-_WIDE = Config(block_n=64)
+# The table: by the shared memory tile's columns (the wider head dim) and kind of mask, the first config whose longest
+# length of keys is not exceeded.  Short bands want small blocks, of which they waste less.
+_NARROW = 256  # keys that a row sees at most under a "narrow" mask
+_TURNS = Config()
 _THREE = Config(warpgroups=3, stages=3, registers=160, ping_pong=False)
-_CONFIGS: dict[int, dict[str, tuple[tuple[float, Config], ...]]] = {
-    64: {
-        "full": ((float("inf"), _THREE),),
-        "upper": ((8191, Config(stages=3)), (float("inf"), _THREE)),
-        "lower": ((float("inf"), Config(stages=3)),),
-    },
-    128: dict.fromkeys(("full", "upper", "lower"), ((float("inf"), Config()),)),
-    256: dict.fromkeys(("full", "upper", "lower"), ((float("inf"), _WIDE),)),
+_CONFIGS: dict[tuple[int, str], tuple[tuple[float, Config], ...]] = {
+    (64, "full"): ((math.inf, _THREE),),
+    (64, "upper"): ((8191, replace(_TURNS, stages=3)), (math.inf, _THREE)),
+    (64, "lower"): ((math.inf, replace(_TURNS, stages=3)),),
+    (64, "narrow"): ((math.inf, replace(_THREE, block_n=64, stages=6)),),
+    **dict.fromkeys(((128, "full"), (128, "upper"), (128, "lower")), ((math.inf, _TURNS),)),
+    (128, "narrow"): ((math.inf, replace(_TURNS, block_n=64, stages=4)),),
+    **{(256, kind): ((math.inf, replace(_TURNS, block_n=64)),) for kind in ("full", "upper", "lower", "narrow")},
 }
 
 
@@ -212,7 +215,7 @@ def _plan(
     lower = None if lower is None or lower <= 1 - q_len else lower
     upper = None if upper is None or upper >= kv_len - 1 else upper
     width, v_width = _tile(head_dim), _tile(v_head_dim)
-    c = config or _config(width, v_width, kv_len, lower is not None, upper is not None)
+    c = config or _config(width, v_width, kv_len, _kind(lower, upper))
     group = heads // kv_heads
     blocks_m = -(-q_len // (64 * c.warpgroups))
     tiles = blocks_m * batch * heads
@@ -248,12 +251,16 @@ def _plan(
     return Plan(Bound(forward_kernel, constants), blocks, sizes, c.block_n, width, v_width, tile_descriptor)
 
 
-def _config(width: int, v_width: int, kv_len: int, has_lower: bool, has_upper: bool) -> Config:
-    by_length = _CONFIGS[max(width, v_width)]["lower" if has_lower else "upper" if has_upper else "full"]
-    c = next(config for longest, config in by_length if kv_len <= longest)
-    if width == v_width == 256:  # no shared memory left for a tile of the result
-        c = Config(**{**c.__dict__, "out_in_query": True})
-    return c
+def _kind(lower: int | None, upper: int | None) -> str:
+    if lower is None:
+        return "full" if upper is None else "upper"
+    return "narrow" if upper is not None and upper - lower < _NARROW else "lower"
+
+
+def _config(width: int, v_width: int, kv_len: int, kind: str) -> Config:
+    c = next(config for longest, config in _CONFIGS[max(width, v_width), kind] if kv_len <= longest)
+    # Two tiles of 256 columns leave no shared memory for one of the result.
+    return replace(c, out_in_query=True) if width == v_width == 256 else c
 
 
 def _tile(dim: int) -> int:

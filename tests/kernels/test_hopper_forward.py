@@ -19,6 +19,7 @@ _CASES: dict[str, tuple[int, int, int | None, int | None, float | None, int, tor
     "64_causal": (64, 64, None, 0, None, 1000, torch.bfloat16, 0),
     # Three warpgroups have 160 registers each; what spills, spills in cut blocks only.
     "64_causal_long": (64, 64, None, 0, None, 16384, torch.bfloat16, 192),
+    "64_narrow": (64, 64, -127, 0, None, 1024, torch.bfloat16, 0),
     "80_causal": (80, 80, None, 0, None, 1024, torch.bfloat16, 16),
     "128_window_softcap": (128, 128, -300, 0, 20.0, 1000, torch.bfloat16, 16),
     "128_softcap_fp16": (128, 128, None, 0, 20.0, 1024, torch.float16, 16),
@@ -59,8 +60,8 @@ def test_shared_memory_of_every_pair_of_head_dims() -> None:
     for width in (64, 128, 256):
         for v_width in (64, 128, 256):
             for kv_len in (128, 100_000):
-                for lower, upper in ((False, False), (False, True), (True, True)):
-                    c = hopper._config(width, v_width, kv_len, lower, upper)
+                for kind in ("full", "upper", "lower", "narrow"):
+                    c = hopper._config(width, v_width, kv_len, kind)
                     out = 0 if c.out_in_query else v_width
                     elements = 64 * c.warpgroups * (width + out) + c.stages * c.block_n * (width + v_width)
                     assert c.per_sm * (2 * elements + 1024) <= SHARED_MEMORY[90], (width, v_width, c)
@@ -107,7 +108,7 @@ def test_blind_problems_launch_nothing(lower: int | None, upper: int | None) -> 
 
 
 def test_config_override() -> None:
-    c = replace(hopper._config(64, 64, 1024, False, True), block_n=64, per_sm=2)
+    c = replace(hopper._config(64, 64, 1024, "upper"), block_n=64, per_sm=2)
     query = torch.empty(1, 2, 1024, 64, dtype=torch.bfloat16)
     lse, counter = torch.empty(1, 2, 1024), torch.zeros(1, dtype=torch.int32)
     call = hopper.launch_of(query, query, query, query, lse, counter, None, 0, 1.0, None, 4, c)
