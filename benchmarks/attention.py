@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from grid import summary, supervise
 from grid.store import Store
 
 COMPILED = ("flex", "stock", "ours", "ours:triton", "ours:gluon", "fa4")  # what leaves something in the caches
+MOST_BREAKS = 3  # cases on which an implementation may hang or die before it is left out everywhere
 ALL = ("ours", "stock", "cudnn", "flash", "flex", "fa3", "fa4", "ours:triton", "ours:gluon", "ours:cudnn", "ours:flash")
 
 
@@ -104,9 +106,11 @@ def measure_all(args: argparse.Namespace, chosen: Sequence[grid_cases.Case], sto
         if time.time() + (sorted(took)[len(took) // 2] if took else 0.0) > args.deadline:
             print(f"# the time is over before {case.group}: {case}", flush=True)
             return
+        breaks = Counter(impl for _, impl in store.broken)
+        given_up = [name for name in args.impls if breaks[name] >= MOST_BREAKS]
         cell = measure.measure(
             case,
-            args.impls,
+            [name for name in args.impls if name not in given_up],
             args.device,
             clock,
             rounds=args.rounds,
@@ -114,6 +118,7 @@ def measure_all(args: argparse.Namespace, chosen: Sequence[grid_cases.Case], sto
             told=lambda case, impl: supervise.tell(progress, case, impl),
             broken=store.broken,
         )
+        cell["impls"] |= {name: {"error": f"left out: it broke on {breaks[name]} cases"} for name in given_up}
         took.append(cell["seconds"])
         store.add(cell)
         print_cell(cell)
@@ -193,14 +198,16 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             for words in sorted(set(failures)):
                 print(f"# {failures.count(words)} of them failed: {words[:200]}", flush=True)
         command = supervise.own_command(script, [*passed_on, "--resume"], "measure")
-        supervise.watch(
-            command,
-            lambda: Store(args.out, json.loads(args.out.read_text())),
-            progress,
-            args.hang,
-            args.deadline + 20,
-        )
-        return json.loads(args.out.read_text())
+
+        def reload() -> Store:
+            return Store(args.out, json.loads(args.out.read_text()))
+
+        try:
+            supervise.watch(command, reload, progress, args.hang, args.deadline + 20)
+        except RuntimeError as error:  # what was measured until then is still worth a summary
+            print(f"# stopped: {error}", flush=True)
+            return {**reload().data, "stopped": str(error)}
+        return reload().data
     finally:
         progress.unlink(missing_ok=True)
 
@@ -229,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(summary.markdown(data))
     elif args.markdown:
         summary.fill(args.markdown, data)
-    return 1 if args.gate and summary.gate(data["cells"]) else 0
+    return 1 if data.get("stopped") or (args.gate and summary.gate(data["cells"])) else 0
 
 
 if __name__ == "__main__":

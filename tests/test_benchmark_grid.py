@@ -235,6 +235,25 @@ def test_failures_of_one_leave_the_others(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "forward" in c["impls"]["ours"] and summary.peers(c) == ["stock"]
 
 
+def test_an_implementation_that_breaks_again_and_again_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = Store(tmp_path / "run.json", attention.header("cpu", []))
+    for i in range(attention.MOST_BREAKS):
+        store.add_broken(f"case {i}", "flash", "hung for 90 s")
+    store.add_broken(str(TINY[0]), "stock", "died with exit code 1")
+    options = ("--resume", "--select", "D16 causal fp32", "--impls", "ours,stock,flash")
+    (c,) = run(monkeypatch, tmp_path, *options)["cells"]
+    assert c["impls"]["flash"] == {"error": "left out: it broke on 3 cases"}
+    assert c["impls"]["stock"] == {"error": "died with exit code 1"}
+    assert "forward" in c["impls"]["ours"]
+
+
+def test_errors_that_end_a_process() -> None:
+    assert measure.is_fatal(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    assert not measure.is_fatal(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
+
+
 def test_deterministic_cases_are_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(TINY[0], deterministic=True)
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)

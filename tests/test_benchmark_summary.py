@@ -56,6 +56,17 @@ def test_ratios_are_of_neighbours_in_time() -> None:
     assert means["windows and softcap: ours / fa4"] == (2, pytest.approx(expected))
 
 
+def test_figures_behind_are_listed_slowest_first() -> None:
+    c = cell(flex={}, cudnn={})
+    assert summary.behind([c]) == []
+    c["impls"]["flex"]["forward"]["rounds"] = [0.9, 1.08, 1.35]
+    c["impls"]["cudnn"]["backward"]["rounds"] = [0.8, 0.96, 1.2]
+    assert summary.behind([c]) == [
+        f"0.800 of cudnn: {c['name']} backward",
+        f"0.900 of flex: {c['name']} forward",
+    ]
+
+
 def test_gate_passes_and_names_what_fails() -> None:
     name = cell()["name"]
     assert summary.gate([cell()]) == []

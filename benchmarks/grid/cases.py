@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -189,7 +190,9 @@ def partition(tasks: Sequence[tuple[Case, str]], weights: dict[str, float], work
         groups.setdefault(key, []).append((case, impl))
 
     def weight(group: list[tuple[Case, str]]) -> float:
-        return sum(weights.get(impl, 1.0) for _, impl in group)
+        """The first of an implementation compiles the kernels, the others little more than what calls them."""
+        counts = Counter(impl for _, impl in group)
+        return sum(weights.get(impl, 1.0) * (1 + 0.3 * (count - 1)) for impl, count in counts.items())
 
     loads: list[list[Any]] = [[0.0, []] for _ in range(workers)]
     for group in sorted(groups.values(), key=weight, reverse=True):

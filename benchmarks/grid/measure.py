@@ -18,6 +18,7 @@ from .timing import Clock, interleave
 
 PARTS = ("forward", "backward")
 REPEATS = 3  # further runs of a deterministic case, which must give the same bits
+_FATAL = ("illegal memory access", "illegal instruction", "misaligned address", "launch failure", "device-side assert")
 Told = Callable[[str, str], None]  # (case, implementation): what is running now
 
 
@@ -58,9 +59,8 @@ def repeats(prepared: Prepared, results: Sequence[Tensor]) -> bool:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether a CUDA error has made this process useless: every later call would fail with it too."""
-    text = str(error)
-    return "CUDA error" in text and "out of memory" not in text
+    """Whether an error of the GPU has made this process useless: every later call would fail with it too."""
+    return any(words in str(error) for words in _FATAL)
 
 
 def is_refusal(error: Exception) -> bool:

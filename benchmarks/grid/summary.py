@@ -129,6 +129,17 @@ def means(cells: Sequence[Cell]) -> list[tuple[str, int, float, float]]:
     return [(what, len(v), geometric_mean(v), min(v)) for what, v in groups.items()]
 
 
+def behind(cells: Sequence[Cell], limit: float = 0.95) -> list[str]:
+    """The figures in which ours is below ``limit`` of the best peer, published ones included; slowest first."""
+    found = []
+    for cell in cells:
+        for part in PARTS:
+            best = best_peer(cell, part, published=True)
+            if best is not None and best[0] < limit:
+                found.append((best[0], f"{best[0]:.3f} of {best[1]}: {cell['name']} {part}"))
+    return [text for _, text in sorted(found)]
+
+
 def ratio_text(cell: Cell, part: str, published: bool = True) -> str:
     best = best_peer(cell, part, published)
     return "-" if best is None else f"{best[0]:.2f} {best[1]}"
@@ -210,6 +221,8 @@ def print_summary(cells: Sequence[Cell]) -> None:
     print("\nratios of speed, ours over others: figures, geometric mean, least")
     for what, count, mean, least in means(cells):
         print(f"    {what:68}{count:4}{mean:8.3f}{least:8.3f}")
+    if slower := behind(cells):
+        print("figures below 0.95 of the best peer (* published):", *slower, sep="\n    ")
     failures = gate(cells)
     print("gate: " + ("passed" if not failures else f"{len(failures)} failures"))
     for text in failures:
