@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch._inductor import config as _config
-from torch._inductor.ir import ExternKernel, FixedLayout, FlexibleLayout, TensorBox
+from torch._inductor.ir import ExternKernel, FallbackKernel, FixedLayout, FlexibleLayout, TensorBox
 from torch._inductor.lowering import constrain_to_fx_strides, fallback_handler, lowerings, register_lowering
 from torch._inductor.lowering import empty_strided as _empty_strided
 from torch._inductor.runtime.benchmarking import benchmarker
@@ -43,6 +43,19 @@ def lowering(op: torch._ops.OpOverload) -> Callable[[Callable[..., Any]], Callab
 def fallback(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """A lowering of ``op`` that calls the op itself."""
     return fallback_handler(op, add_to_fallback_set=False)
+
+
+def call_directly(results: Any, function: str) -> None:
+    """Let generated Python call a function, by its name from ``torch``, instead of the op whose results these are.
+
+    Where the private names moved, or the wrapper is C++, the op is called: slower, but the same.
+    """
+    try:
+        node = results[0].data.data.inputs[0]
+        if isinstance(node, FallbackKernel) and not V.graph.cpp_wrapper:
+            node.python_kernel_name = function
+    except (AttributeError, IndexError, TypeError):
+        pass
 
 
 def max_autotune() -> bool:

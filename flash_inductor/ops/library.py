@@ -145,8 +145,12 @@ def _complete(kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS, **options} if kind == "fwd" else {**DEFAULTS, "grad_mask": DEFAULT_GRADS, **options}
 
 
-def _register(device_key: str, prepare: Callable[..., Callable[..., Any]]) -> None:
+def _register(
+    device_key: str, prepare: Callable[..., Callable[..., Any]]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Register both ops for a device; ``prepare(kind, tensors, options)`` gives what computes a checked call.
+
+    Returns what it registers.
 
     It gets the optional tensors that are given among the options.  A backward returns the gradients of query, key,
     value and bias; that of the sinks is the same on every device.
@@ -188,6 +192,7 @@ def _register(device_key: str, prepare: Callable[..., Callable[..., Any]]) -> No
 
     LIB.impl("attn", forward, device_key)
     LIB.impl("attn_backward", backward, device_key)
+    return forward, backward
 
 
 def _prepare_cpu(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any]) -> Callable[..., Any]:
@@ -202,4 +207,7 @@ def _prepare_cuda(kind: Kind, tensors: Sequence[Tensor | None], options: dict[st
 
 
 _register("CPU", _prepare_cpu)
-_register("CUDA", _prepare_cuda)
+# What compiled code calls instead of the ops: the dispatcher takes about as long as all the rest before a launch, and
+# has nothing to do there, where no input is differentiated, cast or mapped.
+for _op, _on_cuda in zip((attn, attn_backward), _register("CUDA", _prepare_cuda), strict=True):
+    setattr(_op.overloadpacket, "on_cuda", _on_cuda)  # noqa: B010 - a plain assignment is unknown to the type
