@@ -28,9 +28,15 @@ class WideConfig:
     heads_at_once: int | None = None
 
 
+# Measured on an H200, D 256 causal at 4k: 442 TFLOP/s (with softcap 451) against 417 (401) of the defaults.  Not for the
+# deterministic kernel: it has no registers left for that.
+_FAST = WideConfig(part=32, slots=2, ds_in_registers=True)
+_DETERMINISTIC = WideConfig()
+
+
 def wide_launches(problem: Problem, config: WideConfig | None = None) -> list[Launch]:
     """What has to be launched for a trimmed problem, in order: head dims up to 256, one of them above 128."""
-    c = config or WideConfig()
+    c = config or (_DETERMINISTIC if problem.deterministic else _FAST)
     batch, heads, q_len, head_dim = problem.query.shape
     kv_heads, kv_len, v_head_dim = problem.value.shape[1:]
     dim, v_dim = 256, 128 if v_head_dim <= 128 else 256
