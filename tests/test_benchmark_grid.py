@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,6 +180,55 @@ class FakeClock:
         return [call()] * count
 
 
+class FakeGpu:
+    """As much of torch as the GPU clock uses: a queue that runs behind the host, in milliseconds."""
+
+    int8 = torch.int8
+
+    def __init__(self) -> None:
+        self.cuda, self.now, self.slept = self, 0.0, []
+
+    def get_device_properties(self, index: int) -> Any:
+        return SimpleNamespace(L2_cache_size=1024)
+
+    def current_device(self) -> int:
+        return 0
+
+    def empty(self, size: int, dtype: Any, device: str) -> torch.Tensor:
+        assert device == "cuda" and size > 1024  # more than the cache holds
+        return torch.empty(size, dtype=dtype)
+
+    def _sleep(self, cycles: int) -> None:
+        self.slept.append(cycles / 1e6)
+        self.now += cycles / 1e6
+
+    def synchronize(self) -> None:
+        pass
+
+    def Event(self, enable_timing: bool) -> Any:
+        event = SimpleNamespace(at=None)
+        event.record = lambda: setattr(event, "at", self.now)
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+
+def test_gpu_sleeps_for_as_long_as_the_host_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    monkeypatch.setattr(timing, "torch", gpu)
+    clock = timing.GpuClock()
+    assert clock.cycles_per_ms == pytest.approx(1e6)
+
+    def call() -> None:
+        time.sleep(2e-3)  # the host's part
+        gpu.now += 0.25  # the kernel's
+
+    assert clock.times(call, 4) == pytest.approx([0.25] * 4)
+    clock.times(call, 4)
+    assert 4 * 2.0 < gpu.slept[-1] <= clock.LONGEST_SLEEP_MS
+    clock.times(call, 1000 // 50)
+    assert gpu.slept[-1] == pytest.approx(clock.LONGEST_SLEEP_MS)
+
+
 def test_interleaving_takes_turns_and_gives_long_calls_less() -> None:
     clock = FakeClock()
     found = timing.interleave({"a": lambda: 1.0, "b": lambda: 2.0, "slow": lambda: 100.0}, clock, 5, 40.0)
@@ -287,6 +337,7 @@ def test_resuming_another_run_is_refused(tmp_path: Path) -> None:
 CHILD = """
 import json, os, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 sys.path[:0] = {path!r}
 from grid import supervise
 from grid.store import Store
