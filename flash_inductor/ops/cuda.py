@@ -6,6 +6,7 @@ it also runs on CPU tensors under TRITON_INTERPRET=1, for tests.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from . import aten, choice, triton_kernels
 from .layout import dense_strides, empty_like_layout
 from .triton_kernels import on_device
 
+log = logging.getLogger(__name__)
 _BAND: dict[str, Any] = {"is_causal": False, "window_left": None, "window_right": None, "diagonal": 0}
 _OPTIONS = {*_BAND, "scale", "softcap", "dropout_p", "grad_mask"}
 ALL = (True, True, True, False, False)
@@ -115,11 +117,13 @@ def prepare(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any
         "softcap": softcap,
     }
     if kind == "fwd":
-        return _forward(kernel, triton, query, value, numbers)
-    wanted = tuple(options.get("grad_mask", ALL)[:3])
-    if not any(wanted):
-        return triton
-    return _backward(kernel, triton, (query, key, value), wanted, {**numbers, "deterministic": deterministic})
+        call = _forward(kernel, triton, query, value, numbers)
+    else:
+        wanted = tuple(options.get("grad_mask", ALL)[:3])
+        if not any(wanted):
+            return triton
+        call = _backward(kernel, triton, (query, key, value), wanted, {**numbers, "deterministic": deterministic})
+    return _or(call, triton, problem) if kernel == "cudnn" else call
 
 
 def has_wide_rows(x: Tensor) -> bool:
@@ -206,6 +210,25 @@ def _backward(
         # All are computed together: what isn't wanted was scratch.
         found = (grad if want else grad.new_empty(0) for grad, want in zip(grads, wanted, strict=True))
         return (*found, query.new_empty(0))
+
+    return run
+
+
+def _or(call: Callable[..., Any], triton: Callable[..., Any], problem: choice.Problem) -> Callable[..., Any]:
+    """``call``, and from its first failure on ``triton``: which plans a cuDNN has shows when it is asked for one."""
+    works = True
+
+    def run(*tensors: Tensor | None) -> Any:
+        nonlocal works
+        if works:
+            try:
+                return call(*tensors)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                works = False
+                log.warning("cuDNN can't compute %s, Triton does: %s", problem, error)
+        return triton(*tensors)
 
     return run
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_inductor import config
 from flash_inductor.kernels import choices
 from flash_inductor.kernels.choices import KERNELS, Row
-from flash_inductor.ops import aten, attn, attn_backward, choice, library
+from flash_inductor.ops import aten, attn, attn_backward, choice, cuda, hopper, hopper_backward, library
 from flash_inductor.ops.choice import Problem, choose, classify, eligible, refusal
 from flash_inductor.spec import AttentionSpec, MaskSpec
 from flash_inductor.testing import assert_close_to_reference, make_inputs
@@ -220,6 +220,100 @@ def test_invalid_calls_are_never_taken_for_known_ones() -> None:
         with pytest.raises(ValueError, match="window_left"):
             attn(query, key, value, window_left=-1)
     assert attn(query, key, value)[0].shape == query.shape
+
+
+class TestLaunch:
+    """What is done around a kernel, with the CPU's op for the kernels."""
+
+    @pytest.fixture(autouse=True)
+    def _inputs(self) -> None:
+        self.spec: dict[str, Any] = {"scale": 0.2, "mask": MaskSpec(None, 0), "softcap": None}
+        self.inputs = make_inputs("bnhd", q_len=32, dtype=BF16)
+        self.out, self.lse = attn(*self.inputs, scale=0.2, is_causal=True)
+        self.saved = (torch.randn_like(self.out), None, *self.inputs, self.out, self.lse)
+        self.grads = attn_backward(*self.saved, scale=0.2, is_causal=True)[:3]
+
+    def triton(self, *tensors: Tensor) -> str:
+        return "triton"
+
+    def test_forward_of_aten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def contiguous(*tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+            assert is_causal and scale == 0.2
+            return self.out.contiguous(), self.lse
+
+        monkeypatch.setitem(aten.FORWARD, "flash", contiguous)
+        call = cuda._forward("flash", self.triton, self.inputs[0], self.inputs[2], self.spec)
+        out, lse = call(*self.inputs)
+        assert out.stride() == self.inputs[0].stride() and torch.equal(out, self.out) and lse is self.lse
+        assert call(*self.inputs[:2], self.misaligned(self.inputs[2])) == "triton"
+
+    def misaligned(self, x: Tensor) -> Tensor:
+        storage = torch.empty(x.numel() + 1, dtype=x.dtype)
+        return storage[1:].as_strided(x.shape, x.stride())
+
+    def test_forward_of_gluon(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def write(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **numbers: Any) -> None:
+            assert numbers == self.spec and (lse.shape, lse.dtype) == (out.shape[:3], torch.float32)
+            out.copy_(self.out)
+            lse.copy_(self.lse)
+
+        monkeypatch.setattr(hopper, "forward", write)
+        call = cuda._forward("gluon", self.triton, self.inputs[0], self.inputs[2], self.spec)
+        out, lse = call(*self.inputs)
+        assert out.stride() == self.inputs[0].stride()
+        assert torch.equal(out, self.out) and torch.equal(lse, self.lse)
+        assert call(self.misaligned(self.inputs[0]), *self.inputs[1:]) == "triton"
+
+    def test_backward_of_aten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def contiguous(*tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, ...]:
+            assert len(tensors) == 6 and is_causal and scale == 0.2
+            return tuple(grad.contiguous() for grad in self.grads)
+
+        monkeypatch.setitem(aten.BACKWARD, "cudnn", contiguous)
+        call = cuda._backward("cudnn", self.triton, self.inputs, (True, False, True), self.spec)
+        grad_query, grad_key, grad_value, grad_bias = call(*self.saved)
+        assert grad_key.shape == grad_bias.shape == (0,)
+        for grad, want in ((grad_query, self.grads[0]), (grad_value, self.grads[2])):
+            assert torch.equal(grad, want) and grad.stride() == want.stride()
+        assert call(self.misaligned(self.saved[0]), *self.saved[1:]) == "triton"
+
+    def test_backward_of_gluon(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        numbers = {**self.spec, "deterministic": True}
+
+        def write(*tensors: Any, **given: Any) -> None:
+            assert given == numbers and len(tensors) == 10 and tensors[1] is None
+            for grad, want in zip(tensors[7:], self.grads, strict=True):
+                assert grad.stride() == want.stride()
+                grad.copy_(want)
+
+        monkeypatch.setattr(hopper_backward, "backward", write)
+        call = cuda._backward("gluon", self.triton, self.inputs, (True, True, True), numbers)
+        assert all(torch.equal(a, b) for a, b in zip(call(*self.saved), self.grads, strict=False))
+
+    def test_cudnn_without_a_plan(self, caplog: pytest.LogCaptureFixture) -> None:
+        asked = []
+
+        def no_plan(*tensors: Tensor) -> None:
+            asked.append(tensors)
+            raise RuntimeError("no plan")
+
+        call = cuda._or(no_plan, self.triton, problem())
+        assert [call(*self.inputs), call(*self.inputs)] == ["triton"] * 2
+        assert len(asked) == 1 and len(caplog.records) == 1 and "no plan" in caplog.text
+
+    def test_out_of_memory_is_no_missing_plan(self) -> None:
+        def full(*tensors: Tensor) -> None:
+            raise torch.OutOfMemoryError("full")
+
+        with pytest.raises(torch.OutOfMemoryError):
+            cuda._or(full, self.triton, problem())(*self.inputs)
+
+    @pytest.mark.parametrize(
+        ("layout", "wide"), [("bhnd", True), ("packed", True), ("expanded", False), ("strided", False)]
+    )
+    def test_wide_rows(self, layout: str, wide: bool) -> None:
+        assert all(map(cuda.has_wide_rows, make_inputs(layout, dtype=BF16))) == wide
+        assert not cuda.has_wide_rows(make_inputs(head_dim=20, dtype=BF16)[0][..., :16])
 
 
 class TestAten:
