@@ -104,6 +104,21 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
 
 
+def largest_block_error(actual: Tensor, expected: Tensor) -> float:
+    """The relative error, by norms, of the worst 32 rows of a head.
+
+    A block of a sum that was left out shows here, where the largest element of a tensor may hide it.  Rows that are
+    nearly zero are measured by their head's typical ones.
+    """
+    error, size = (actual.double() - expected).square().sum(-1), expected.double().square().sum(-1)
+    typical = 3.2 * size.mean(2)
+    worst = [
+        e.sum(2) / s.sum(2).clamp_min(typical).clamp_min(1e-30)
+        for e, s in zip(error.split(32, 2), size.split(32, 2), strict=True)
+    ]
+    return max(x.max().item() for x in worst) ** 0.5
+
+
 def assert_close_to_reference(
     actual: Sequence[Tensor | None],
     query: Tensor,

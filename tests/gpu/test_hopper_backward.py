@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_inductor.reference import attention_forward
+from flash_inductor.reference import attention_backward, attention_forward
 from flash_inductor.spec import AttentionSpec, MaskSpec
-from flash_inductor.testing import assert_close_to_reference, make_inputs
+from flash_inductor.testing import assert_close_to_reference, largest_block_error, make_inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,6 +68,15 @@ def _backward(
     return grads, grad_out, grad_lse
 
 
+def _check(
+    grads: list[Tensor], inputs: tuple[Tensor, Tensor, Tensor], spec: AttentionSpec, grad_out: Tensor, grad_lse: Tensor
+) -> None:
+    assert_close_to_reference([None, None, *grads], *inputs, spec, grad_out=grad_out, grad_lse=grad_lse)
+    for got, want in zip(grads, attention_backward(grad_out, grad_lse, *inputs, spec), strict=False):
+        assert want is not None
+        assert largest_block_error(got, want) < 0.02
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "in_turn"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", _CASES)
@@ -76,7 +85,7 @@ def test_matches_float64(name: str, dtype: torch.dtype, deterministic: bool) -> 
     inputs = _inputs(**sizes, dtype=dtype)
     grads, grad_out, grad_lse = _backward(inputs, mask, softcap, deterministic)
     spec = AttentionSpec(None, mask, softcap)
-    assert_close_to_reference([None, None, *grads], *inputs, spec, grad_out=grad_out, grad_lse=grad_lse)
+    _check(grads, inputs, spec, grad_out, grad_lse)
     i = torch.arange(inputs[0].shape[2], device="cuda")[:, None]
     j = torch.arange(inputs[1].shape[2], device="cuda")[None]
     seen = (j - i >= (-(1 << 20) if mask.lower is None else mask.lower)) & (
@@ -91,7 +100,7 @@ def test_layouts(layout: str) -> None:
     inputs = _inputs(layout, q_len=200, dtype=torch.bfloat16)
     grads, grad_out, grad_lse = _backward(inputs)
     spec = AttentionSpec(None, _CAUSAL)
-    assert_close_to_reference([None, None, *grads], *inputs, spec, grad_out=grad_out, grad_lse=grad_lse)
+    _check(grads, inputs, spec, grad_out, grad_lse)
 
 
 @pytest.mark.parametrize("mask", [MaskSpec(), _CAUSAL, MaskSpec(-150, 20)], ids=["full", "causal", "window"])
@@ -106,7 +115,7 @@ def test_configs(head_dim: int, stages: int, ahead: bool, finish: bool, determin
     inputs = _inputs(q_len=700, heads=4, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16)
     grads, grad_out, grad_lse = _backward(inputs, mask, deterministic=deterministic, config=config)
     spec = AttentionSpec(None, mask)
-    assert_close_to_reference([None, None, *grads], *inputs, spec, grad_out=grad_out, grad_lse=grad_lse)
+    _check(grads, inputs, spec, grad_out, grad_lse)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

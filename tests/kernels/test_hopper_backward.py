@@ -13,9 +13,9 @@ from torch import Tensor
 from flash_inductor.kernels import hopper as package
 from flash_inductor.ops import hopper_backward
 from flash_inductor.ops.hopper_backward import BackwardConfig, Problem, heads_at_once, launches, trim
-from flash_inductor.reference import attention_forward
+from flash_inductor.reference import attention_backward, attention_forward
 from flash_inductor.spec import AttentionSpec, MaskSpec
-from flash_inductor.testing import assert_close_to_reference, make_inputs
+from flash_inductor.testing import assert_close_to_reference, largest_block_error, make_inputs
 
 from .child import interpret
 from .gluon_emulator import Descriptor, Pointer, launch, load
@@ -77,6 +77,23 @@ def _problem(
     )  # fmt: skip
 
 
+def _strict_turns(await_turn: Any, pass_turn: Any) -> dict[str, Any]:
+    """Programs run one after the other here, so one that forgets to wait would go unnoticed."""
+    awaited = set()
+
+    def await_and_note(pointer: Pointer, turn: int) -> None:
+        awaited.add((pointer.offset, turn))
+        await_turn(pointer, turn)
+
+    def check_and_pass(pointer: Pointer, turn: int) -> None:
+        before = int(pointer.data[pointer.offset])
+        if before and (before != turn - 1 or (pointer.offset, before) not in awaited):
+            raise RuntimeError(f"turn {turn} did not wait for {before}")
+        pass_turn(pointer, turn)
+
+    return {"await_turn": await_and_note, "pass_turn": check_and_pass}
+
+
 def _emulate(problem: Problem, config: BackwardConfig) -> None:
     """``backward`` with the first and the last kernel in plain torch."""
     visible = trim(problem)
@@ -99,12 +116,9 @@ def _emulate(problem: Problem, config: BackwardConfig) -> None:
     memory = last.as_strided((last.untyped_storage().nbytes() // 2 - last.storage_offset(),), (1,))
     pointers = (None if turns is None else Pointer(turns.zero_()), Pointer(acc), Pointer(memory))
     arguments = (*descriptors, *pointers, *main.args[12:])
-    launch(
-        load(_FOLDER / "backward_dq.py", _FOLDER / "backward.py")["backward_kernel"],
-        main.grid[0],
-        *arguments,
-        **constants,
-    )
+    names = load(_FOLDER / "backward_dq.py", _FOLDER / "backward.py")
+    names.update(_strict_turns(names["await_turn"], names["pass_turn"]))
+    launch(names["backward_kernel"], main.grid[0], *arguments, **constants)
     if config.finish:
         return
     tiles = acc.view(batch, heads, -1, main.constants["DIM"] // 64, 8, 4, 8, 4, 2, 2)
@@ -122,9 +136,10 @@ def test_emulated(name: str) -> None:
     _emulate(problem, replace(config, heads_at_once=1 + len(name) % 3))
     grads = [problem.grad_query, problem.grad_key, problem.grad_value]
     spec = AttentionSpec(None, mask, softcap)
-    assert_close_to_reference(
-        [None, None, *grads], *inputs, spec, grad_out=problem.grad_out, grad_lse=problem.grad_lse
-    )  # fmt: skip
+    args: dict[str, Any] = {"grad_out": problem.grad_out, "grad_lse": problem.grad_lse}
+    assert_close_to_reference([None, None, *grads], *inputs, spec, **args)
+    for got, want in zip(grads, attention_backward(args["grad_out"], args["grad_lse"], *inputs, spec), strict=False):
+        assert largest_block_error(got, want) < 0.02
 
 
 def test_what_is_not_seen_is_not_read() -> None:
