@@ -5,7 +5,8 @@ A CTA owns 128 keys and values.  Three warpgroups, each with a program of its ow
 
     main 0, main 1   64 keys each; they never wait for each other
                          S = K Q^T -> P -> dP = V dO^T, dV += P dO -> dS -> to shared memory; dK += dS Q, next S
-    dq               loads by TMA; dQ = dS K of both mains -> added to the fp32 accumulator by TMA reduce-add
+    dq               loads by TMA; dQ = dS K of both mains -> added to the fp32 accumulator by TMA reduce-add; in
+                     ``backward_dq``
 
           load Q dO ──full──▶ main ──dS full──▶ dq          (a ring of STAGES query blocks, a ring of DS_BUFFERS dS)
              ▲────────empty────┘ ▲─────empty─────┘
