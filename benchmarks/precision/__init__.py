@@ -1,0 +1,1 @@
+"""What benchmarks/numerics.py is made of: cases, exact results with their bounds, implementations, tables."""
