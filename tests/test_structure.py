@@ -28,7 +28,7 @@ LAYERS: dict[str, set[str]] = {
     "_compat": set(),
     "reference": {"spec"},
     "kernels": BASE,
-    "ops": {*BASE, "kernels"},
+    "ops": {*BASE, "_compat", "kernels"},
     "lowering": {*BASE, "_compat", "ops", "kernels"},
     "matching": {*BASE, "_compat", "ops"},
 }

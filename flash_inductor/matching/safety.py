@@ -103,8 +103,10 @@ def check_tensor(node: fx.Node, role: str) -> torch.Tensor:
     value = canonical.tensor(node)
     if value is None:
         raise Refused(f"the {role} has no known shape")
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise Refused(f"the {role} is inside torch.func (grad, vmap, ...); call flash_inductor.attention there")
     plain = type(value) is FakeTensor or (isinstance(value, FakeTensor) and isinstance(value, torch.nn.Parameter))
-    if not plain or torch._C._functorch.is_functorch_wrapped_tensor(value):
+    if not plain:
         raise Refused(f"the {role} is a {type(value).__name__}, not a plain tensor")
     if value.layout is not torch.strided or value.is_nested:
         raise Refused(f"the {role} is not a dense tensor")
