@@ -28,8 +28,8 @@ class WideConfig:
     heads_at_once: int | None = None
 
 
-# Measured on an H200, D 256 causal at 4k: 442 TFLOP/s (with softcap 451) against 417 (401) of the defaults.  Not for the
-# deterministic kernel: it has no registers left for that.
+# Measured on an H200, D 256 causal at 4k: 442 TFLOP/s (with softcap 451) against 417 (401) of the defaults.  Not for
+# the deterministic kernel: it has no registers left for that.
 _FAST = WideConfig(part=32, slots=2, ds_in_registers=True)
 _DETERMINISTIC = WideConfig()
 

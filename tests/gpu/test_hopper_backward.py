@@ -105,13 +105,11 @@ def test_layouts(layout: str) -> None:
 
 @pytest.mark.parametrize("mask", [MaskSpec(), _CAUSAL, MaskSpec(-150, 20)], ids=["full", "causal", "window"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "in_turn"])
-@pytest.mark.parametrize("finish", [False, True])
 @pytest.mark.parametrize(("head_dim", "stages", "ahead"), [(64, 3, True), (64, 6, False), (128, 2, False)])
-def test_configs(head_dim: int, stages: int, ahead: bool, finish: bool, deterministic: bool, mask: MaskSpec) -> None:
+def test_configs(head_dim: int, stages: int, ahead: bool, deterministic: bool, mask: MaskSpec) -> None:
     from flash_inductor.ops import hopper_backward
 
-    config = hopper_backward._CONFIGS[head_dim, 0]
-    config = replace(config, stages=stages, ahead=ahead, finish=finish, heads_at_once=3)
+    config = replace(hopper_backward._CONFIGS[head_dim, 0], stages=stages, ahead=ahead, heads_at_once=3)
     inputs = _inputs(q_len=700, heads=4, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16)
     grads, grad_out, grad_lse = _backward(inputs, mask, deterministic=deterministic, config=config)
     spec = AttentionSpec(None, mask)

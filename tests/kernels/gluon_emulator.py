@@ -201,10 +201,6 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     return _Shared(torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -1, dtype=dtype))
 
 
-def _load(pointer: Pointer, cache_modifier: str = "") -> Tensor:
-    return pointer.data[pointer.offset]
-
-
 def _store(pointer: Pointer, values: Any, mask: Tensor | None = None) -> None:
     if mask is None:
         pointer.data[pointer.offset] = values
@@ -223,11 +219,6 @@ def _await_turn(pointer: Pointer, turn: int) -> None:
     """Programs run one after the other: the turn must have come."""
     if pointer.data[pointer.offset] < turn:
         raise RuntimeError(f"deadlock: turn {turn}, but it is {pointer.data[pointer.offset]}")
-
-
-def _count_in(pointer: Pointer) -> int:
-    _store_wait(0)
-    return _atomic_add(pointer, 1)
 
 
 def _pass_turn(pointer: Pointer, turn: int) -> None:
@@ -305,8 +296,7 @@ def _namespace() -> dict[str, Any]:
         sum=lambda x, axis: x.sum(axis), minimum=_either(min, torch.minimum), maximum=_either(max, torch.maximum),
         cast=lambda x, dtype: x, to_tensor=lambda x: x, convert_layout=lambda x, layout: x, static_range=range,
         program_id=lambda axis: _local.program, num_programs=lambda axis: _local.programs,
-        allocate_shared_memory=_allocate, load=_load, store=_store, atomic_add=_atomic_add,
-        warp_specialize=_warp_specialize,
+        allocate_shared_memory=_allocate, store=_store, atomic_add=_atomic_add, warp_specialize=_warp_specialize,
         NVMMADistributedLayout=nothing, DotOperandLayout=nothing, SliceLayout=nothing, BlockedLayout=nothing,
         SwizzledSharedLayout=nothing, NVMMASharedLayout=SimpleNamespace(get_default_for=nothing),
         static_assert=nothing, thread_barrier=nothing,
@@ -325,8 +315,7 @@ def _namespace() -> dict[str, Any]:
     )
     return {
         "gl": gl, "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit), "tma": tma, "mbarrier": mbarrier,
-        "await_turn": _await_turn, "count_in": _count_in, "pass_turn": _pass_turn,
-        "pack16": lambda x: x, "unpack16": lambda x, dtype: x,
+        "await_turn": _await_turn, "pass_turn": _pass_turn, "pack16": lambda x: x, "unpack16": lambda x, dtype: x,
         "tma_reduce_add": lambda desc, at, shared: desc.add(at, shared),
         "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait, "fence_async_shared": nothing, "struct": _struct,
         "tma_load": tma.async_copy_global_to_shared, "tma_store": tma.async_copy_shared_to_global,

@@ -33,7 +33,7 @@ def run(q_len: int, head_dim: int, dim: int, with_grad_lse: bool, deterministic:
         out, grad_out, lse, grad_lse if with_grad_lse else None, lse2, delta, acc, turns,
         *out.stride()[:3], *grad_out.stride()[:3], lse.stride(1), grad_lse.stride(1), heads, q_len, q_rows,
         HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), DIM=dim, BLOCK_M=64, GRAD_LSE=with_grad_lse,
-        TURNS=deterministic, ALIGN=8 if head_dim % 8 == 0 else 1,
+        DETERMINISTIC=deterministic, ALIGN=8 if head_dim % 8 == 0 else 1,
     )  # fmt: skip
     want = (out * grad_out).sum(-1) - (grad_lse if with_grad_lse else 0)
     torch.testing.assert_close(delta[:, :q_len], want.flatten(0, 1))

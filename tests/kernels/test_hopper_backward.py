@@ -25,7 +25,6 @@ from .test_compile import SHARED_MEMORY, resources
 _FOLDER = Path(package.__path__[0])
 _PLAIN = BackwardConfig(stages=3)
 _SHORT = BackwardConfig(stages=2, ds_buffers=1)
-_FINISH = BackwardConfig(stages=3, finish=True)
 _AHEAD = BackwardConfig(stages=4, ahead=True)
 _CASES: dict[str, tuple[BackwardConfig, dict[str, Any], MaskSpec, float | None, bool]] = {
     # name: (config, sizes, band, softcap, deterministic)
@@ -45,12 +44,6 @@ _CASES: dict[str, tuple[BackwardConfig, dict[str, Any], MaskSpec, float | None, 
     "dim_128": (_PLAIN, {"q_len": 130, "head_dim": 128}, MaskSpec(upper=0), None, False),
     "dim_80": (_PLAIN, {"q_len": 130, "head_dim": 80, "v_head_dim": 72}, MaskSpec(upper=0), None, True),
     "dim_96_ahead": (_AHEAD, {"q_len": 130, "head_dim": 96}, MaskSpec(upper=0), None, False),
-    "full_finish": (_FINISH, {"q_len": 200, "kv_len": 333}, MaskSpec(), None, False),
-    "causal_finish": (_FINISH, {"q_len": 300, "heads": 4, "kv_heads": 2}, MaskSpec(upper=0), None, False),
-    "window_finish": (_FINISH, {"q_len": 500, "kv_len": 400, "head_dim": 96}, MaskSpec(-77, 60), None, False),
-    "unseen_finish": (_FINISH, {"q_len": 500, "kv_len": 700}, MaskSpec(-120, 20), None, False),
-    "left_finish_in_turn": (_FINISH, {"q_len": 400, "heads": 4, "kv_heads": 2}, MaskSpec(lower=-100), None, True),
-    "window_finish_in_turn": (_FINISH, {"q_len": 500}, MaskSpec(-130, 0), None, True),
     "full_in_turn": (_PLAIN, {"q_len": 200, "kv_len": 333}, MaskSpec(), None, True),
     "causal_in_turn": (_AHEAD, {"q_len": 300, "heads": 4, "kv_heads": 2}, MaskSpec(upper=0), None, True),
     "left_in_turn": (_PLAIN, {"q_len": 600, "heads": 4, "kv_heads": 2}, MaskSpec(lower=-100), None, True),
@@ -112,15 +105,10 @@ def _emulate(problem: Problem, config: BackwardConfig) -> None:
     turns = main.args[9]
     descriptors = [Descriptor(x.base, x.block_shape) for x in main.args[:9]]
     constants = {k: v for k, v in main.constants.items() if k != "num_warps"}
-    last = visible.grad_query
-    memory = last.as_strided((last.untyped_storage().nbytes() // 2 - last.storage_offset(),), (1,))
-    pointers = (None if turns is None else Pointer(turns.zero_()), Pointer(acc), Pointer(memory))
-    arguments = (*descriptors, *pointers, *main.args[12:])
+    arguments = (*descriptors, None if turns is None else Pointer(turns.zero_()), *main.args[10:])
     names = load(_FOLDER / "backward_dq.py", _FOLDER / "backward.py")
     names.update(_strict_turns(names["await_turn"], names["pass_turn"]))
     launch(names["backward_kernel"], main.grid[0], *arguments, **constants)
-    if config.finish:
-        return
     tiles = acc.view(batch, heads, -1, main.constants["DIM"] // 64, 8, 4, 8, 4, 2, 2)
     dq = tiles.permute(0, 1, 2, 5, 8, 6, 3, 4, 7, 9).reshape(batch, heads, visible.q_rows, -1)
     visible.grad_query.copy_(dq[:, :, :q_len, :head_dim] * problem.scale)
@@ -198,11 +186,11 @@ def test_trim(mask: MaskSpec, visible: tuple[int, int, int, int] | None) -> None
         assert still.any(1).all() and still.any(0).all()
 
 
-def test_heads_at_once_fill_two_waves_or_l2() -> None:
+def test_heads_at_once_fill_waves_or_l2() -> None:
     assert heads_at_once(4, 16, 16, 4096, 4096, 128, True) * 4096 * 128 * 8 <= 50 << 20
     for sizes in ((4, 16, 16, 4096), (4, 32, 8, 4096), (2, 16, 16, 8192), (1, 16, 16, 16384)):
         at_once = heads_at_once(*sizes, sizes[-1], 128, False)
-        assert at_once * sizes[-1] // 128 >= 256, sizes
+        assert at_once * sizes[-1] // 128 >= (256 if sizes[1] == sizes[2] else 128), sizes
     assert heads_at_once(1, 1, 1, 100, 100, 64, False) == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,7 +107,7 @@ def test_blind_problems_launch_nothing(lower: int | None, upper: int | None) -> 
 
 
 def test_config_override() -> None:
-    c = replace(hopper._config(64, 64, 1024, "upper"), block_n=64, per_sm=2)
+    c = hopper.Config(block_n=64, per_sm=2)
     query = torch.empty(1, 2, 1024, 64, dtype=torch.bfloat16)
     lse, counter = torch.empty(1, 2, 1024), torch.zeros(1, dtype=torch.int32)
     call = hopper.launch_of(query, query, query, query, lse, counter, None, 0, 1.0, None, 4, c)

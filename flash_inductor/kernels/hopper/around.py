@@ -12,7 +12,7 @@ def prepare_kernel(
     out_ptr, do_ptr, lse_ptr, grad_lse_ptr, lse2_ptr, delta_ptr, dq_ptr, turns_ptr,
     sob, soh, som, sdb, sdh, sdm, slh, sgh, heads, q_len, q_rows,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-    GRAD_LSE: tl.constexpr, TURNS: tl.constexpr, ALIGN: tl.constexpr,
+    GRAD_LSE: tl.constexpr, DETERMINISTIC: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO * out) - dLSE, lse in log2 units, zeros in the dQ accumulator and in the turns.
 
@@ -49,7 +49,7 @@ def prepare_kernel(
     columns = tl.arange(0, DIM)
     dq = dq_ptr + (row * q_rows + tl.cast(m, tl.int64))[:, None] * DIM + columns[None, :]
     tl.store(dq, tl.zeros([BLOCK_M, DIM], tl.float32), mask=stored[:, None])
-    if TURNS:
+    if DETERMINISTIC:
         turn = pid % blocks * (BLOCK_M // 64) + tl.arange(0, BLOCK_M // 64)
         zeros = tl.zeros([BLOCK_M // 64], tl.int32)
         tl.store(turns_ptr + row * (q_rows // 64) + turn, zeros, mask=turn < q_rows // 64)

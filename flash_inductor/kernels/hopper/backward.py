@@ -80,7 +80,7 @@ def _main_program(
     """
     kv_full, q_full, do_full, empty, ds_full, ds_empty = bars
     batch, kv_head, block_n, _heads, group, _rows = place
-    kv_len, lower, upper, _q_len, m_first, m_step, m_blocks = band
+    kv_len, lower, upper, m_first, m_step, m_blocks = band
     score_scale, scale, cap = numbers
     q_smem, do_smem, lse_smem, delta_smem = q_bufs
     HALF: gl.constexpr = BLOCK_N // 2
@@ -225,17 +225,16 @@ def _main_program(
 
 @gluon.jit(do_not_specialize=[
     "heads", "kv_heads", "group", "batch_kv_heads", "heads_at_once", "blocks_n", "q_len", "q_rows", "kv_len",
-    "lower", "upper", "sqb", "sqh", "sqm", "head_dim",
+    "lower", "upper",
 ])  # fmt: skip
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, turns, acc_ptr, dq_ptr,
-    sqb, sqh, sqm, head_dim,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, turns,
     heads, kv_heads, group, batch_kv_heads, heads_at_once, blocks_n, q_len, q_rows, kv_len, lower, upper,
     score_scale, scale, cap,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
-    DETERMINISTIC: gl.constexpr, FINISH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    DIM: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, DS_BUFFERS: gl.constexpr,
-    AHEAD: gl.constexpr, MAIN_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr,
+    DETERMINISTIC: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
+    FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, DS_BUFFERS: gl.constexpr, AHEAD: gl.constexpr,
+    MAIN_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of keys * batch * key heads,), 4 warps (of the first main; the rest is added by Gluon).
 
@@ -246,9 +245,7 @@ def backward_kernel(
             rounded up to 128, the rows beyond q_len hold finite numbers.
         dq_desc: fp32 accumulator [batch, heads, q_rows, DIM] of zeros, as a flat tensor in boxes of 16 x 256.  Each
             64 x 64 tile is in the order of its registers, see ``around.finish_kernel``.
-        turns: int32 [batch * heads * q_rows / 64] of zeros if DETERMINISTIC or FINISH, else unused.
-        acc_ptr, dq_ptr, sqb, sqh, sqm, head_dim: with FINISH, the accumulator again and where the CTA that is the last
-            to add to 64 rows of it writes their dQ; else unused.
+        turns: int32 [batch * heads * q_rows / 64] of zeros if DETERMINISTIC, else unused.
         group: query heads that share a key head; dK and dV are summed over them in fp32 registers.
         heads_at_once: key heads that are worked on together: inside such a group, key blocks come in order (the
             longest of a causal mask first), heads innermost.
@@ -306,9 +303,8 @@ def backward_kernel(
         m_step = -BLOCK_M
     bars = (kv_full, q_full, do_full, empty, ds_full, ds_empty)
     place = (batch, kv_head, block_n, heads, group, q_rows)
-    band = (kv_len, lower, upper, q_len, m_first, m_step, m_blocks)
+    band = (kv_len, lower, upper, m_first, m_step, m_blocks)
     numbers = (score_scale, scale, cap)
-    dq_out = (acc_ptr, dq_ptr, sqb, sqh, sqm, head_dim, scale)
     q_descs = (q_desc, do_desc, lse_desc, delta_desc)
     q_bufs = (q_smem, do_smem, lse_smem, delta_smem)
     gl.warp_specialize([
@@ -318,7 +314,6 @@ def backward_kernel(
         (_main_program, (1, dk_desc, dv_desc, k_smem, v_smem, q_bufs, ds_smem, bars, place, band, numbers,
                          BLOCK_M, BLOCK_N, DIM, FIRST, SECOND, STAGES, DS_BUFFERS, HAS_LOWER, HAS_UPPER, RAGGED,
                          SOFTCAP, AHEAD)),
-        (dq_program, (q_descs, k_desc, v_desc, dq_desc, turns, dq_out, k_smem, v_smem, q_bufs, ds_smem, dq_smem, bars,
-                      place, band, BLOCK_M, BLOCK_N, DIM, STAGES, DS_BUFFERS, DETERMINISTIC, FINISH, HAS_LOWER,
-                      HAS_UPPER)),
+        (dq_program, (q_descs, k_desc, v_desc, dq_desc, turns, k_smem, v_smem, q_bufs, ds_smem, dq_smem, bars, place,
+                       band, BLOCK_M, BLOCK_N, DIM, STAGES, DS_BUFFERS, DETERMINISTIC, HAS_LOWER)),
     ], [4, 4], [MAIN_REGISTERS, DQ_REGISTERS])  # fmt: skip

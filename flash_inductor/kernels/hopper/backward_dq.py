@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .device import accumulator, tma_reduce_add
-from .turns import await_turn, count_in, pass_turn
+from .turns import await_turn, pass_turn
 
 
 @gluon.jit
@@ -38,69 +38,17 @@ def _dq_part(ds0, ds1, k0, k1, zero, part: gl.constexpr):
 
 
 @gluon.jit
-def _finish(dq_out, block, m, batch, head, q_len, dtype: gl.constexpr, PARTS: gl.constexpr):
-    """dq = scale * accumulator for 64 rows; the accumulator's order is that of registers, see dq_program."""
-    acc_ptr, dq_ptr, stride_b, stride_h, stride_m, head_dim, scale = dq_out
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    e = gl.arange(0, 512, flat)
-    row = m + e // 128 * 16 + e // 2 % 2 * 8 + e // 16 % 8
-    column = e // 4 % 4 * 2 + e % 2
-    acc = acc_ptr + gl.cast(block, gl.int64) * (PARTS * 4096)
-    out = dq_ptr + (gl.cast(batch, gl.int64) * stride_b + gl.cast(head, gl.int64) * stride_h)
-    out += gl.cast(row, gl.int64) * stride_m
-    for first in gl.static_range(0, PARTS * 8, 4):  # four loads in flight
-        x0 = gl.load(acc + (first * 512 + e), cache_modifier=".cg")
-        x1 = gl.load(acc + ((first + 1) * 512 + e), cache_modifier=".cg")
-        x2 = gl.load(acc + ((first + 2) * 512 + e), cache_modifier=".cg")
-        x3 = gl.load(acc + ((first + 3) * 512 + e), cache_modifier=".cg")
-        c = first * 8 + column
-        gl.store(out + c, (x0 * scale).to(dtype), mask=(row < q_len) & (c < head_dim))
-        gl.store(out + c + 8, (x1 * scale).to(dtype), mask=(row < q_len) & (c + 8 < head_dim))
-        gl.store(out + c + 16, (x2 * scale).to(dtype), mask=(row < q_len) & (c + 16 < head_dim))
-        gl.store(out + c + 24, (x3 * scale).to(dtype), mask=(row < q_len) & (c + 24 < head_dim))
-
-
-@gluon.jit
-def _added(
-    turns, dq_out, place, band, row_head, m, dtype: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    PARTS: gl.constexpr, DETERMINISTIC: gl.constexpr, FINISH: gl.constexpr, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr,
-):  # fmt: skip
-    """After this block's keys were added to dQ of queries m...: tell the others; the last one converts it."""
-    batch, _kv_head, block_n, heads, _group, q_rows = place
-    kv_len, lower, upper, q_len, _m_first, _m_step, _m_blocks = band
-    block = (row_head * q_rows + m) // 64
-    if FINISH:
-        last = (kv_len - 1) // BLOCK_N
-        if HAS_UPPER:
-            last = gl.minimum(last, (m + BLOCK_M - 1 + upper) // BLOCK_N)
-    if DETERMINISTIC:
-        pass_turn(turns + block, block_n + 1)
-        if FINISH:
-            is_last = block_n == last
-    else:
-        first = 0
-        if HAS_LOWER:
-            first = gl.maximum(m + lower, 0) // BLOCK_N
-        is_last = count_in(turns + block) == last - first
-    if FINISH:  # noqa: SIM102 - a constant, unlike the other
-        if is_last:
-            _finish(dq_out, block, m, batch, row_head - batch * heads, q_len, dtype, PARTS)
-
-
-@gluon.jit
 def dq_program(
-    q_descs, k_desc, v_desc, dq_desc, turns, dq_out, k_smem, v_smem, q_bufs, ds_smem, dq_smem, bars, place, band,
+    q_descs, k_desc, v_desc, dq_desc, turns, k_smem, v_smem, q_bufs, ds_smem, dq_smem, bars, place, band,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, DS_BUFFERS: gl.constexpr,
-    DETERMINISTIC: gl.constexpr, FINISH: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    DETERMINISTIC: gl.constexpr, HAS_LOWER: gl.constexpr,
 ):  # fmt: skip
     """Loads, and dQ in parts of 64 x 64 so that its accumulator needs few registers."""
     kv_full, q_full, do_full, empty, ds_full, ds_empty = bars
     batch, kv_head, block_n, heads, group, q_rows = place
-    _kv_len, lower, _upper, _q_len, m_first, m_step, m_blocks = band
+    _kv_len, lower, _upper, m_first, m_step, m_blocks = band
     HALF: gl.constexpr = BLOCK_N // 2
     PARTS: gl.constexpr = DIM // 64
-    dtype: gl.constexpr = k_desc.dtype
     zero = gl.zeros([64, 64], gl.float32, accumulator(64))
     n = block_n * BLOCK_N
     total = group * m_blocks
@@ -127,16 +75,13 @@ def dq_program(
                 load_g += 1
         g = 0
         i = 0
-        added_head = 0  # of the step before
-        added_m = 0
         mbarrier.wait(kv_full.index(0), 0)
         for it in range(total):
             zero_index = it >> 24  # see backward._main_program
             buf = it % DS_BUFFERS
             phase = (it // DS_BUFFERS) & 1
             m = m_first + i * m_step
-            row_head = batch * heads + kv_head * group + g
-            block = (row_head * q_rows + m) // 64
+            block = ((batch * heads + kv_head * group + g) * q_rows + m) // 64
             ds0 = ds_smem.index(2 * buf).permute((1, 0))
             ds1 = ds_smem.index(2 * buf + 1).permute((1, 0))
             k0 = k_smem.index(zero_index).reshape([HALF, DIM])
@@ -155,11 +100,11 @@ def dq_program(
                 if load_i == m_blocks:
                     load_i = 0
                     load_g += 1
-            if (DETERMINISTIC or FINISH) and it > 0:  # only now: the last sums had the time of a step to arrive
-                _added(turns, dq_out, place, band, added_head, added_m, dtype, BLOCK_M, BLOCK_N, PARTS, DETERMINISTIC,
-                       FINISH, HAS_LOWER, HAS_UPPER)  # fmt: skip
+            if DETERMINISTIC and it > 0:  # only now: the last sums had the time of a step to arrive
+                last = gl.where(i == 0, block - q_rows // 64 + (m_blocks - 1) * (m_step // 64), block - m_step // 64)
+                pass_turn(turns + last, block_n + 1)
             for part in gl.static_range(PARTS):
-                if not (DETERMINISTIC or FINISH):
+                if not DETERMINISTIC:
                     tma.store_wait(PARTS - 1)
                 dq = warpgroup_mma_wait(0, [dq])
                 if part == PARTS - 1:
@@ -177,13 +122,11 @@ def dq_program(
                     if follows:
                         await_turn(turns + block, block_n)
                 tma_reduce_add(dq_desc, [(block * PARTS + part) * 16, 0], dq_smem.index(zero_index + part))
-            added_head = row_head
-            added_m = m
             i += 1
             if i == m_blocks:
                 i = 0
                 g += 1
-        if DETERMINISTIC or FINISH:
-            _added(turns, dq_out, place, band, added_head, added_m, dtype, BLOCK_M, BLOCK_N, PARTS, DETERMINISTIC,
-                   FINISH, HAS_LOWER, HAS_UPPER)  # fmt: skip
+        if DETERMINISTIC:
+            last_head = batch * heads + kv_head * group + group - 1
+            pass_turn(turns + (last_head * q_rows + m_first + (m_blocks - 1) * m_step) // 64, block_n + 1)
         tma.store_wait(0)

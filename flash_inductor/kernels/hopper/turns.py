@@ -34,17 +34,6 @@ def await_turn(turn_ptr, turn):
 
 
 @gluon.jit
-def count_in(turn_ptr):
-    """How many warpgroups have counted themselves in before, when all that this one has added is in global memory.
-
-    What they have added is visible to this warpgroup then, and shared memory is free.
-    """
-    _stores_done()
-    _thread_barrier()
-    return gl.atomic_add(turn_ptr, 1, sem="acq_rel", scope="gpu")
-
-
-@gluon.jit
 def pass_turn(turn_ptr, turn):
     """Set ``turn_ptr`` when all that this warpgroup has added is in global memory; shared memory is free then, too."""
     _stores_done()
