@@ -367,8 +367,10 @@ def interpret(steps: list[Step]) -> Scoring:
         elif isinstance(step, Floor):
             masks = [replace(m, floor=True) for m in masks]
         elif isinstance(step, Scale):
-            if not (step.factor > 0 and math.isfinite(step.factor)):
-                raise Refused(f"the scores are scaled by {step.factor:g}, which isn't a positive number")
+            if not math.isfinite(step.factor):
+                raise Refused(f"the scores are scaled by {step.factor:g}, which isn't a finite number")
+            if step.factor <= 0 and (masks or cap is not None):
+                raise Refused(f"masked or capped scores are scaled by {step.factor:g}, which isn't a positive number")
             masks = [_scaled(m, step.factor) for m in masks]
             if cap is None:
                 scale *= step.factor

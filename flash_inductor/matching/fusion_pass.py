@@ -17,7 +17,7 @@ from .. import config as settings
 from .._compat import hooks
 from .._compat.pass_chain import GraphPass
 from ..report import Site, record, redirect
-from . import install
+from . import install, stock
 
 log = logging.getLogger("flash_inductor")
 _said: set[str] = set()
@@ -75,6 +75,9 @@ class KeyPass(_Pass):
     pass's uuid a new version of the package would be served the code of the old one.  It also runs right before the
     lowering, on a cache miss only: the time to import the lowerings.
     """
+
+    def uuid(self) -> Any:
+        return (*super().uuid(), stock.is_checked())
 
     def __call__(self, graph: fx.Graph) -> None:
         import_lowerings()
@@ -189,3 +192,4 @@ def graphs_of(gm: torch.fx.GraphModule) -> list[tuple[fx.Graph, torch.fx.GraphMo
 
 
 install.sync()
+stock.install_check()

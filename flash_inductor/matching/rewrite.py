@@ -153,6 +153,9 @@ def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
             dtype = torch.promote_types(dtype, other.dtype)
     if torch.float64 in meaning.dtypes and dtype is not torch.float64:
         raise Refused("the scores are computed in float64 from narrower inputs; cast query, key and value instead")
+    for narrow in meaning.dtypes:
+        if torch.finfo(narrow).eps > torch.finfo(dtype).eps:
+            raise Refused(f"the scores are rounded to {narrow}, which is less precise than the inputs' {dtype}")
     proof = meaning.prove()
     operands = meaning.operands.merged(proof.operands)
     check_kept(program, operands)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -94,8 +95,8 @@ def _sdpa(program: Program, c: Call) -> Meaning:
         scale = constant(program, scale, node)
         if scale is None:
             raise Refused("scale isn't a constant; pass a Python number (under dynamic=True, not as an argument)")
-        if not 0 < scale < float("inf"):
-            raise Refused(f"the scale is {scale:g}; a positive number is needed")
+        if not math.isfinite(scale):
+            raise Refused(f"the scale is {scale:g}; a finite number is needed")
     scores, values, grouped = _sdpa_labels(operands, tensors, result, gqa)
     dtypes = {t.dtype for t in tensors}
     autocast = result.dtype if dtypes != {result.dtype} else None

@@ -57,8 +57,18 @@ def learned_scale(q, k, v, s):
 
 
 @twin("isn't a positive number")
-def negative_scale(q, k, v):
-    return torch.softmax(q @ k.mT * -0.25, -1) @ v
+def negative_scale_of_masked_scores(q, k, v):
+    return torch.softmax((q @ k.mT).masked_fill(hidden(q.shape[2]), -1e9) * -0.25, -1) @ v
+
+
+@twin("isn't a positive number")
+def negative_cap(q, k, v):
+    return torch.softmax(torch.tanh(q @ k.mT * 0.25) * -5.0, -1) @ v
+
+
+@twin("less precise than the inputs'")
+def rounded_scores(q, k, v):
+    return torch.softmax((q @ k.mT * 2.0).to(torch.bfloat16).float(), -1) @ v
 
 
 @twin("before the softmax")
