@@ -22,11 +22,16 @@ def flash_inductor(
     Works whether or not ``flash_inductor.enable()`` is on, and rewrites once.
     """
     from .matching import install
-    from .matching.fusion_pass import ensure_key, graphs_of, rewrite_or_leave
 
     inductor = hooks.inductor_backend(mode, options)  # first: it checks the arguments
+    install.attempt(_rewrite, gm)
+    with install.held_off():
+        return inductor(gm, example_inputs)
+
+
+def _rewrite(gm: torch.fx.GraphModule) -> None:
+    from .matching.fusion_pass import ensure_key, graphs_of, rewrite_or_leave
+
     ensure_key()
     for graph, outer in graphs_of(gm):  # not recompiled: Inductor reads the graphs, and recompiles after its own passes
         rewrite_or_leave(graph, outer=outer)
-    with install.held_off():
-        return inductor(gm, example_inputs)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._compat import hooks
+from ._compat import hooks, unsupported
 from .report import Explanation, compiled_sites, redirect
 
 
@@ -19,8 +19,10 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
     caller.  Dynamo's counters, its record of sizes and its code cache are put back; only code that had been compiled
     before keeps one more entry in its cache, until ``torch._dynamo.reset()``.
 
-    Returns an :class:`Explanation`; printing it shows a table.
+    Returns an :class:`Explanation`; printing it shows a table.  NotImplementedError on a torch that isn't supported.
     """
+    if unsupported.is_unsupported():
+        raise NotImplementedError(f"explain: {unsupported.why()}")
     from .matching.fusion_pass import graphs_of, rewrite_or_leave
 
     if not callable(model):

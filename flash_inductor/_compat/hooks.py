@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
@@ -161,16 +162,17 @@ def passes_run_before_cache_lookup() -> bool:
 
 def compile_id() -> str:
     """Dynamo's name of the compile in progress, as in its own logs: "0/0"."""
-    from torch._guards import CompileContext
+    from torch import _guards
 
-    return str(CompileContext.current_compile_id() or "?")
+    context = getattr(_guards, "CompileContext", None)
+    return str((context and context.current_compile_id()) or "?")
 
 
 def register_backend(name: str, backend: Callable[..., Any]) -> None:
     """Make ``torch.compile(backend=name)`` work without the package's entry point being installed."""
     from torch._dynamo.backends import registry
 
-    if name not in registry._COMPILER_FNS:
+    if name not in getattr(registry, "_COMPILER_FNS", ()):
         registry.register_backend(backend, name=name)
 
 
@@ -178,7 +180,11 @@ def inductor_backend(mode: str | None, options: dict[str, Any] | None) -> Callab
     """What torch.compile makes of backend="inductor" with these arguments; checks them as torch.compile does."""
     import torch
 
-    return torch._TorchCompileInductorWrapper(mode, options, None)
+    wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
+    if wrapper is not None:
+        return wrapper(mode, options, None)
+    patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
+    return partial(torch._dynamo.lookup_backend("inductor"), **({"config_patches": patches} if patches else {}))
 
 
 def subgraphs(gm: Any) -> Iterator[tuple[Any, Any]]:

@@ -48,6 +48,13 @@ class _Pass(GraphPass):
     def __deepcopy__(self, memo: dict[int, Any]) -> _Pass:
         return self  # torch 2.12 gives each thread a deep copy of the default
 
+    def __call__(self, graph: fx.Graph) -> None:
+        if not install.is_held_off():
+            install.attempt(self.run, graph)
+
+    def run(self, graph: fx.Graph) -> None:
+        raise NotImplementedError
+
 
 class FusionPass(_Pass):
     """Pre-grad: rewrites attention while the switch is on."""
@@ -55,8 +62,8 @@ class FusionPass(_Pass):
     def uuid(self) -> Any:
         return (*super().uuid(), install.is_enabled())
 
-    def __call__(self, graph: fx.Graph) -> None:
-        if not install.is_enabled() or install.is_held_off():
+    def run(self, graph: fx.Graph) -> None:
+        if not install.is_enabled():
             return
         if not hooks.passes_run_before_cache_lookup():
             _warn_once(
@@ -81,7 +88,10 @@ class KeyPass(_Pass):
 
     def __call__(self, graph: fx.Graph) -> None:
         import_lowerings()
-        if install.is_enabled() and not install.is_held_off() and FUSION not in hooks.passes_in_force(hooks.PRE_GRAD):
+        super().__call__(graph)
+
+    def run(self, graph: fx.Graph) -> None:
+        if install.is_enabled() and FUSION not in hooks.passes_in_force(hooks.PRE_GRAD):
             _warn_once(
                 "attention is not rewritten: torch._inductor.config.pre_grad_custom_pass was set after "
                 "flash_inductor.enable(); set it to flash_inductor.compose(your_pass), or set it before"
@@ -113,15 +123,17 @@ def rewrite_or_leave(graph: fx.Graph, *, apply: bool = True, outer: torch.fx.Gra
 
     Raises what the matcher raises if ``Config.strict`` is set.
     """
-    from .rewrite import rewrite_graph
-
     if settings.get_config().strict:
+        from .rewrite import rewrite_graph
+
         with redirect() as sites:
             rewrite_graph(graph, apply=apply, outer=outer)
             graph.lint()
     else:
         backup = _Backup(graph)
         try:
+            from .rewrite import rewrite_graph  # in here: it imports private names of torch
+
             with redirect() as sites:
                 rewrite_graph(graph, apply=apply, outer=outer)
                 graph.lint()

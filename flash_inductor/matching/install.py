@@ -6,12 +6,13 @@ Importing this must not import torch._inductor; the passes are put in when someb
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from .._compat import hooks
+from .._compat import hooks, unsupported
+from ..config import get_config
 
 _lock = threading.RLock()
 _on = False
@@ -29,6 +30,8 @@ def enable() -> None:
     Other passes you have set in ``torch._inductor.config.pre_grad_custom_pass`` keep running, after this one.  Setting
     that option afterwards replaces this pass: set :func:`compose` of yours.  What is compiled already stays as it is
     (``torch._dynamo.reset()`` drops it).
+
+    On a torch that isn't supported one warning is logged, and everything is compiled as without this package.
     """
     _switch(True)
 
@@ -58,6 +61,11 @@ def compose(custom_pass: Any) -> Any:
     ``custom_pass`` is anything that option takes.  Also for one compile only:
     ``torch.compile(model, options={"pre_grad_custom_pass": flash_inductor.compose(mine)})``.
     """
+    both = attempt(_compose, custom_pass)
+    return custom_pass if both is None else both
+
+
+def _compose(custom_pass: Any) -> Any:
     from .fusion_pass import FUSION
 
     return hooks.join((FUSION, *(p for p in hooks.split(custom_pass) if p is not FUSION)))
@@ -92,6 +100,26 @@ def _switch(on: bool) -> None:
 
 def sync() -> None:
     """Put the passes into Inductor's configuration, as the switch says."""
+    attempt(_sync)
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, or None on a torch that isn't supported, which the call may be the first to find out.
+
+    Raises what a private name that moved raises only if ``Config.strict`` is set.
+    """
+    if unsupported.is_unsupported():
+        return None
+    try:
+        return function(*args)
+    except unsupported.MOVED as error:
+        if get_config().strict:
+            raise
+        unsupported.give_up(error)
+        return None
+
+
+def _sync() -> None:
     from . import fusion_pass
 
     if not hasattr(fusion_pass, "KEY"):
