@@ -42,6 +42,9 @@ def cudnn_backward(
     scale: float,
 ) -> Gradients:
     """The gradients of query, key and value in the layouts ATen gives them; never deterministic."""
+    if grad_out.stride() != out.stride():
+        # torch 2.11 gives wrong gradients, silently, where the two are laid out differently.
+        grad_out = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device).copy_(grad_out)
     unused = query.new_empty((), dtype=torch.int64)  # seed and offset of a dropout that isn't there
     return _aten._scaled_dot_product_cudnn_attention_backward.default(
         grad_out, query, key, value, out, lse.unsqueeze(-1), unused, unused, None, None, None,
