@@ -42,7 +42,14 @@ def lowering(op: torch._ops.OpOverload) -> Callable[[Callable[..., Any]], Callab
 
 def fallback(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """A lowering of ``op`` that calls the op itself."""
-    return fallback_handler(op, add_to_fallback_set=False)
+    call = fallback_handler(op, add_to_fallback_set=False)
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.kwarg_only}
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        # AOTInductor's package lists the keyword arguments that are given, its code passes the integers of all.
+        return call(*args, **({**defaults, **kwargs} if is_ahead_of_time() else kwargs))
+
+    return lower
 
 
 def call_directly(results: Any, function: str) -> None:
