@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 
@@ -19,12 +18,14 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
+    from torch._functorch.utils import enable_single_level_autograd_function
+
     with enable_single_level_autograd_function():
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def has_tangent(tensors: Sequence[Any]) -> bool:
     """Whether forward-mode AD (torch.func.jvp, jacfwd, hessian; torch.autograd.forward_ad) looks at one of these."""
-    if forward_ad._current_level < 0:
+    if getattr(forward_ad, "_current_level", 0) < 0:
         return False
     return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from .. import support
-from .._compat import buffers
+from .._compat import buffers, checkpoint
 from ..config import get_config
-from ..ops import choice
+from ..ops import attn, choice
 from ..report import Site, record
 from ..spec import AttentionSpec
 from . import bodies, canonical, effects, emit, encoder_layer, locate, mha, safety, sites
@@ -49,6 +49,8 @@ def rewrite_graph(graph: fx.Graph, *, apply: bool = True, outer: fx.GraphModule 
     finally:
         if body is not None:
             bodies.finish(body, apply=apply)
+    if apply and any(site.replaced for site in found):
+        checkpoint.save_as_sdpa(graph.owning_module, attn)
     for result in found:
         record(result)
     return found
