@@ -30,28 +30,6 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool,
     return out, lse
 
 
-def cudnn_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-) -> Gradients:
-    """The gradients of query, key and value in the layouts ATen gives them; never deterministic."""
-    if grad_out.stride() != out.stride():
-        # torch 2.11 gives wrong gradients, silently, where the two are laid out differently.
-        grad_out = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device).copy_(grad_out)
-    unused = query.new_empty((), dtype=torch.int64)  # seed and offset of a dropout that isn't there
-    return _aten._scaled_dot_product_cudnn_attention_backward.default(
-        grad_out, query, key, value, out, lse.unsqueeze(-1), unused, unused, None, None, None,
-        query.shape[2], key.shape[2], 0.0, is_causal, scale=scale,
-    )  # fmt: skip
-
-
 def flash_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -63,7 +41,10 @@ def flash_backward(
     is_causal: bool,
     scale: float,
 ) -> Gradients:
-    """The same with FlashAttention-2; deterministic if torch.use_deterministic_algorithms asks for it."""
+    """The gradients of query, key and value in the layouts ATen gives them.
+
+    Deterministic if torch.use_deterministic_algorithms asks for it.
+    """
     state = query.new_empty(2, dtype=torch.uint64)  # of a dropout that isn't there
     return _aten._scaled_dot_product_flash_attention_backward.default(
         grad_out, query, key, value, out, lse, None, None,
@@ -72,4 +53,4 @@ def flash_backward(
 
 
 FORWARD = {"cudnn": cudnn_forward, "flash": flash_forward}
-BACKWARD = {"cudnn": cudnn_backward, "flash": flash_backward}
+BACKWARD = {"flash": flash_backward}

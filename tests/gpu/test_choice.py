@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -82,13 +83,36 @@ def test_pairs(forward: str, backward: str, dim: int, spec: str) -> None:
     run_pair(forward, backward, inputs, options)
 
 
+def backward_beside(forward: str) -> str:
+    """The kernel of that name, or Triton's beside cuDNN, whose backward isn't taken."""
+    return "triton" if forward == "cudnn" else forward
+
+
 @pytest.mark.parametrize("layout", ["bhnd", "nbhd", "packed", "expanded", "sliced", "strided"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_layouts_and_grouped_heads(kernel: str, layout: str) -> None:
     inputs = make_inputs(layout, heads=8, kv_heads=2, q_len=200, head_dim=64, dtype=torch.float16, device="cuda")
     if not choice.fits(kernel, problem_of("fwd", inputs[0], inputs[2], {})):
         pytest.skip(f"no {kernel} kernel on this device")
-    run_pair(kernel, kernel, inputs, {"is_causal": True})
+    run_pair(kernel, backward_beside(kernel), inputs, {"is_causal": True})
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradients_of_any_layout(kernel: str) -> None:
+    """One after the other, because torch's cuDNN backward reuses plans of gradients and outputs that lay otherwise."""
+    inputs = make_inputs("bnhd", q_len=256, head_dim=64, dtype=torch.bfloat16, device="cuda")
+    for out_inside, grad_inside in itertools.product((False, True), repeat=2):
+        out, lse = attn(*inputs, kernel_name=kernel)
+        grad_out = torch.randn_like(out.contiguous())
+        saved = heads_inside(out) if out_inside else out.contiguous()
+        tangent = heads_inside(grad_out) if grad_inside else grad_out
+        grads = attn_backward(tangent, None, *inputs, saved, lse)[:3]
+        assert_close_to_reference([out, lse, *grads], *inputs, AttentionSpec(), grad_out=grad_out)
+
+
+def heads_inside(x: Tensor) -> Tensor:
+    """The same values as a view of [B, N, H, D] memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -97,9 +121,10 @@ def test_misaligned_pointers_run_as_triton(kernel: str) -> None:
     inputs = tuple(x[1:].view(2, 4, 128, 64) for x in storage)
     if not choice.fits(kernel, problem_of("fwd", inputs[0], inputs[2], {})):
         pytest.skip(f"no {kernel} kernel on this device")
-    run_pair(kernel, kernel, inputs, {})
-    run_pair(kernel, kernel, tuple(x.clone() for x in inputs), {})  # known by shapes and strides, but aligned
-    run_pair(kernel, kernel, inputs, {})
+    backward = backward_beside(kernel)
+    run_pair(kernel, backward, inputs, {})
+    run_pair(kernel, backward, tuple(x.clone() for x in inputs), {})  # known by shapes and strides, but aligned
+    run_pair(kernel, backward, inputs, {})
 
 
 def compiled_calls(function: Callable[..., Any], *args: Any, **compile_options: Any) -> tuple[Any, str]:

@@ -60,7 +60,7 @@ def kernels(lowered: Lowered) -> list[str]:
     ("sizes", "options", "arch", "expected"),
     [
         ({"dim": 128}, {"is_causal": True}, "sm90", ["gluon", "gluon"]),
-        ({"dim": 128}, {}, "sm90", ["gluon", "cudnn"]),
+        ({"dim": 128}, {}, "sm90", ["gluon", "gluon"]),
         ({"dim": 64}, {"is_causal": True}, "sm90", ["cudnn", "gluon"]),
         ({"dim": 64}, {"is_causal": True, "window_left": 1023}, "sm90", ["cudnn", "gluon"]),  # it hides nothing
         ({"dim": 64}, {"is_causal": True, "window_left": 1022}, "sm90", ["gluon", "gluon"]),
@@ -72,7 +72,7 @@ def kernels(lowered: Lowered) -> list[str]:
         ({"dim": 64, "dtype": torch.float32}, {"is_causal": True}, "sm90", ["templates", "templates"]),
         ({"dim": 64}, {"is_causal": True}, "sm80", ["flash", "flash"]),
         ({"dim": 64}, {"is_causal": True, "window_left": 100}, "sm80", ["templates", "templates"]),
-        ({"dim": 64}, {}, "sm100", ["cudnn", "cudnn"]),
+        ({"dim": 64}, {}, "sm100", ["cudnn", "templates"]),
         ({"dim": 64}, {"kernel_name": "triton"}, "sm90", ["templates", "gluon"]),
         ({"dim": 64}, {"kernel_name": "flash"}, "sm90", ["flash", "gluon"]),
     ],
@@ -102,15 +102,16 @@ def test_extras_stay_templates() -> None:
 
 
 def test_gradient_of_lse() -> None:
-    """cuDNN, the table's choice for this backward, would ignore it."""
+    """ATen's backward would ignore it."""
 
     def through_lse(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out, lse = attn(query, key, value)
         return out * lse[..., None].to(out.dtype)
 
     inputs = qkv(q_len=1024, dim=128, dtype=BF16)
-    assert kernels(lower(with_options(), inputs)) == ["gluon", "cudnn"]
-    assert kernels(lower(through_lse, inputs)) == ["gluon", "gluon"]
+    with config.override(kernel="flash"):
+        assert kernels(lower(with_options(), inputs)) == ["flash", "flash"]
+        assert kernels(lower(through_lse, inputs)) == ["flash", "gluon"]
 
 
 def test_deterministic_algorithms() -> None:

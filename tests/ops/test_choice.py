@@ -39,7 +39,7 @@ def problem(**changes: Any) -> Problem:
 
 def test_all_take_plain_causal_attention() -> None:
     assert eligible(problem()) == KERNELS
-    assert eligible(problem(kind="bwd")) == KERNELS
+    assert eligible(problem(kind="bwd")) == ("triton", "gluon", "flash")
 
 
 ATEN = {"cudnn", "flash"}
@@ -85,12 +85,12 @@ def test_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_table_of_this_package() -> None:
     assert choose(problem()) == "gluon"
-    assert choose(problem(head_dim=64, v_head_dim=64)) == "cudnn"
-    assert choose(problem(head_dim=64, v_head_dim=64, lengths=(16384, 16384))) == "gluon"
+    assert choose(problem(head_dim=64, v_head_dim=64, lengths=(1024, 1024))) == "cudnn"
+    assert choose(problem(head_dim=64, v_head_dim=64)) == "gluon"
     assert choose(problem(head_dim=64, v_head_dim=64, softcap=True)) == "gluon"
     full = problem(band="full", square=False, lengths=(1024, 1024))
     assert choose(full) == "gluon"
-    assert choose(full._replace(kind="bwd")) == "cudnn"
+    assert choose(full._replace(kind="bwd")) == "gluon"
     assert choose(full._replace(kind="bwd", deterministic=True)) == "gluon"
     assert choose(full._replace(kind="bwd", grad_lse=True)) == "gluon"
     assert choose(problem(capability=80)) == "flash"
@@ -156,7 +156,7 @@ def test_of_site(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of(AttentionSpec()) == ("triton", "triton")  # no such device here
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(choice, "device_limits", lambda index: (90, None))
-    assert of(AttentionSpec()) == ("gluon", "cudnn")
+    assert of(AttentionSpec()) == ("gluon", "gluon")
     assert of(AttentionSpec(extras=("padding",))) == ("triton", "triton")
     with config.override(kernel="flash"):
         assert of(AttentionSpec()) == ("flash", "flash")
@@ -269,8 +269,8 @@ class TestLaunch:
             assert len(tensors) == 6 and is_causal and scale == 0.2
             return tuple(grad.contiguous() for grad in self.grads)
 
-        monkeypatch.setitem(aten.BACKWARD, "cudnn", contiguous)
-        call = cuda._backward("cudnn", self.triton, self.inputs, (True, False, True), self.spec)
+        monkeypatch.setitem(aten.BACKWARD, "flash", contiguous)
+        call = cuda._backward("flash", self.triton, self.inputs, (True, False, True), self.spec)
         grad_query, grad_key, grad_value, grad_bias = call(*self.saved)
         assert grad_key.shape == grad_bias.shape == (0,)
         for grad, want in ((grad_query, self.grads[0]), (grad_value, self.grads[2])):
@@ -347,30 +347,28 @@ class TestAten:
                 assert set(a) == {x.name for x in op._schema.arguments}
                 assert a["cum_seq_q"] is None and a["cum_seq_k"] is None and a["dropout_p"] == 0
                 assert (a["max_q"], a["max_k"]) == (a["query"].shape[2], a["key"].shape[2])
-                lse = a["logsumexp"]
-                if "cudnn" in op._schema.name:
-                    lse = lse.squeeze(-1)
                 return grads(
-                    a["grad_out"], a["query"], a["key"], a["value"], a["out"], lse, 0.0, a["is_causal"],
+                    a["grad_out"], a["query"], a["key"], a["value"], a["out"], a["logsumexp"], 0.0, a["is_causal"],
                     scale=a["scale"],
                 )  # fmt: skip
 
             return run
 
-        for name, fake in (("", forward), ("_backward", backward)):
-            for kernel in ("flash", "cudnn"):
-                packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{name}")
-                op = packet.default
-                monkeypatch.setattr(packet, "default", fake(op))
+        for name, fake in (
+            ("flash_attention", forward),
+            ("cudnn_attention", forward),
+            ("flash_attention_backward", backward),
+        ):
+            packet = getattr(torch.ops.aten, f"_scaled_dot_product_{name}")
+            monkeypatch.setattr(packet, "default", fake(packet.default))
 
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("forward", ["flash", "cudnn"])
-    @pytest.mark.parametrize("backward", ["flash", "cudnn"])
-    def test_pairs(self, forward: str, backward: str, causal: bool) -> None:
+    def test_pairs(self, forward: str, causal: bool) -> None:
         inputs = make_inputs("bnhd", q_len=70)
         out, lse = aten.FORWARD[forward](*inputs, is_causal=causal, scale=0.2)
         grad_out = torch.randn_like(out)
-        grads = aten.BACKWARD[backward](grad_out, *inputs, out, lse, is_causal=causal, scale=0.2)
+        grads = aten.BACKWARD["flash"](grad_out, *inputs, out, lse, is_causal=causal, scale=0.2)
         spec = AttentionSpec(0.2, MaskSpec(None, 0 if causal else None))
         assert lse.shape == out.shape[:3]
         assert_close_to_reference([out, lse, *grads], *inputs, spec, grad_out=grad_out)
