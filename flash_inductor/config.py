@@ -22,8 +22,8 @@ class Config:
             wherever it takes the problem.
         max_mask_elements: largest closed mask (elements) that is evaluated to prove what it means.
         log_sites: log one line per attention site at INFO, besides the line per graph.
-        check_stock_patterns: let Inductor's own attention patterns replace only what they mean, while this package is on.
-            They see what the matcher left alone; before torch 2.15 they take a softmax over any dim, and any
+        check_stock_patterns: let Inductor's own attention patterns replace only what they mean, while this package is
+            on.  They see what the matcher left alone; before torch 2.15 they take a softmax over any dim, and any
             permutation, for attention.
         strict: raise an error inside the matcher instead of logging it and compiling the graph as it was written.
     """

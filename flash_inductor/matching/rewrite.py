@@ -157,7 +157,9 @@ def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
         raise Refused("the scores are computed in float64 from narrower inputs; cast query, key and value instead")
     for narrow in meaning.dtypes:
         if torch.finfo(narrow).eps > torch.finfo(dtype).eps:
-            raise Refused(f"the scores are rounded to {narrow}, which is less precise than the inputs' {dtype}")
+            raise Refused(
+                f"scores or probabilities are rounded to {narrow}, which is less precise than the inputs' {dtype}"
+            )
     proof = meaning.prove()
     operands = meaning.operands.merged(proof.operands)
     check_kept(program, operands)

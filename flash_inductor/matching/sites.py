@@ -192,7 +192,8 @@ def _softmax_chain(program: Program, c: Call) -> Meaning:
         vector = sinks.vector(program, scoring.sink, scores.lead, layout.query.heads)
         operands = replace(operands, sinks=vector)
     # the nodes looked through under the operands are computed from, not replaced: they count for the region only
-    dtypes = scoring.dtypes | {result.dtype}
+    between = {t.dtype for x in tail.nodes if (t := tensor(x)) is not None}
+    dtypes = scoring.dtypes | {result.dtype} | between
     return Meaning(last, matched, layout, scoring.scale, scoring.softcap, prove, autocast, dtypes, table, operands)
 
 

@@ -71,6 +71,11 @@ def rounded_scores(q, k, v):
     return torch.softmax((q @ k.mT * 2.0).to(torch.bfloat16).float(), -1) @ v
 
 
+@twin("less precise than the inputs'")
+def rounded_probabilities(q, k, v):
+    return torch.softmax(q @ k.mT * 0.25, -1).to(torch.bfloat16).float() @ v
+
+
 @twin("before the softmax")
 def dropped_scores(q, k, v):
     return torch.softmax(F.dropout(q @ k.mT * 0.25, 0.5), -1) @ v
