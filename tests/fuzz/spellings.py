@@ -78,7 +78,7 @@ def inputs(how: Spelling, seed: int) -> list[Tensor]:
 
 
 def make(how: Spelling, changed: frozenset[str] = frozenset()) -> Fn:
-    """The function of :func:`inputs` in this spelling, with the changes of these names (keys of ``changes.CHANGES``)."""
+    """The function of :func:`inputs` in this spelling, with these of ``changes.CHANGES``."""
     batch, heads, q_len, kv_len, dim = SIZES[how.sizes]
 
     def changed_at(place: str, x: Tensor) -> Tensor:
