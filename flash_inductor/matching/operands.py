@@ -192,7 +192,7 @@ def arguments(e: Emitter, plan: Plan, table: Table | None, given: Operands) -> d
         return {}
     found: dict[str, Any] = {}
     if given.bias:
-        biases = [_scaled(e, _floating(e, _pairs(e, plan, table, part)), part.factor) for part in given.bias]
+        biases = [_bias(e, plan, _pairs(e, plan, table, part), part.factor, len(given.bias)) for part in given.bias]
         found["bias"] = _folded(e, aten.add.Tensor, biases)
     if given.mask:
         found["mask"] = _folded(e, aten.bitwise_and.Tensor, [_pairs(e, plan, table, part) for part in given.mask])
@@ -233,12 +233,17 @@ def _folded(e: Emitter, target: Any, nodes: list[fx.Node]) -> fx.Node:
     return total
 
 
-def _floating(e: Emitter, node: fx.Node) -> fx.Node:
-    floating = tensor(node).is_floating_point()  # type: ignore[union-attr] # emitted with its value
-    return node if floating else e.call(aten.to.dtype, node, torch.float32)
-
-
-def _scaled(e: Emitter, node: fx.Node, factor: float) -> fx.Node:
+def _bias(e: Emitter, plan: Plan, node: fx.Node, factor: float, parts: int) -> fx.Node:
+    """One part of the bias, scaled.  What is computed here is computed as precisely as the scores it was added to."""
+    query, part = tensor(plan.query.node), tensor(node)
+    assert query is not None and part is not None  # one was checked, the other emitted with its value
+    dtype = part.dtype
+    if not dtype.is_floating_point:
+        dtype = torch.promote_types(query.dtype, torch.float32)
+    elif factor != 1.0 or parts > 1:
+        dtype = torch.promote_types(query.dtype, dtype)
+    if dtype is not part.dtype:
+        node = e.call(aten.to.dtype, node, dtype)
     return node if factor == 1.0 else e.call(aten.mul.Tensor, node, factor)
 
 

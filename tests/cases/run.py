@@ -32,7 +32,6 @@ RESULT = "RESULT "
 def run_here(name: str, dtype: str, mode: str, device: str) -> dict[str, Any]:
     from cases import CASES
     from cases.modes import run
-
     from flash_inductor.report import collect
 
     case = next(c for c in CASES if c.name == name)
