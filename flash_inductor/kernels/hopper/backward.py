@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .backward_dq import dq_program
-from .device import accumulator, pack16, pin16, tanh, unpack16
+from .device import accumulator, pack16, pin16, tanh, tma_store, unpack16
 
 
 @gluon.jit
@@ -213,13 +213,13 @@ def _main_program(
     if SECOND:
         v_tile.slice(FIRST, SECOND, dim=1).store(dv2.to(dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, n, 0], v_smem.index(W))
+    tma_store(dv_desc, [batch, kv_head, n, 0], v_smem.index(W))
     k_tile = k_smem.index(W).reshape([HALF, DIM])
     k_tile.slice(0, FIRST, dim=1).store((dk * scale).to(dtype))
     if SECOND:
         k_tile.slice(FIRST, SECOND, dim=1).store((dk2 * scale).to(dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, n, 0], k_smem.index(W))
+    tma_store(dk_desc, [batch, kv_head, n, 0], k_smem.index(W))
     tma.store_wait(0)
 
 

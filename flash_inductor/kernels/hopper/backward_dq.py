@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .device import accumulator, tma_reduce_add
+from .device import accumulator, tma_load, tma_reduce_add
 from .turns import await_turn, pass_turn
 
 
@@ -24,11 +24,11 @@ def _load_queries(descs, bufs, q_full, do_full, it, batch, head, row_head, m, BL
     q_smem, do_smem, lse_smem, delta_smem = bufs
     stage = it % STAGES
     mbarrier.expect(q_full.index(stage), BLOCK_M * DIM * 2 + BLOCK_M * 4)
-    tma.async_copy_global_to_shared(q_desc, [batch, head, m, 0], q_full.index(stage), q_smem.index(stage))
-    tma.async_copy_global_to_shared(lse_desc, [row_head, m], q_full.index(stage), lse_smem.index(stage))
+    tma_load(q_desc, [batch, head, m, 0], q_full.index(stage), q_smem.index(stage))
+    tma_load(lse_desc, [row_head, m], q_full.index(stage), lse_smem.index(stage))
     mbarrier.expect(do_full.index(stage), BLOCK_M * DIM * 2 + BLOCK_M * 4)
-    tma.async_copy_global_to_shared(do_desc, [batch, head, m, 0], do_full.index(stage), do_smem.index(stage))
-    tma.async_copy_global_to_shared(delta_desc, [row_head, m], do_full.index(stage), delta_smem.index(stage))
+    tma_load(do_desc, [batch, head, m, 0], do_full.index(stage), do_smem.index(stage))
+    tma_load(delta_desc, [row_head, m], do_full.index(stage), delta_smem.index(stage))
 
 
 @gluon.jit
@@ -55,9 +55,7 @@ def dq_program(
     if total > 0:
         mbarrier.expect(kv_full.index(0), 2 * BLOCK_N * DIM * 2)
         for w in gl.static_range(2):
-            tma.async_copy_global_to_shared(
-                k_desc, [batch, kv_head, n + w * HALF, 0], kv_full.index(0), k_smem.index(w)
-            )
+            tma_load(k_desc, [batch, kv_head, n + w * HALF, 0], kv_full.index(0), k_smem.index(w))
         load_g = 0  # head of the group and query block of the next load
         load_i = 0
         for it in range(gl.minimum(STAGES - 1, total)):
@@ -66,9 +64,7 @@ def dq_program(
                           m_first + load_i * m_step, BLOCK_M, DIM, STAGES)  # fmt: skip
             if it == 0:
                 for w in gl.static_range(2):
-                    tma.async_copy_global_to_shared(
-                        v_desc, [batch, kv_head, n + w * HALF, 0], kv_full.index(0), v_smem.index(w)
-                    )
+                    tma_load(v_desc, [batch, kv_head, n + w * HALF, 0], kv_full.index(0), v_smem.index(w))
             load_i += 1
             if load_i == m_blocks:
                 load_i = 0

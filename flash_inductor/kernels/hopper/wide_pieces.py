@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .device import accumulator
+from .device import accumulator, tma_load, tma_store
 
 BLOCK = gl.constexpr(64)  # keys and queries of a step
 
@@ -29,16 +29,16 @@ def load_query(descs, bufs, full, stage, batch, head, row_head, m):
     q_smem, lse_smem, delta_smem = bufs
     COLS: gl.constexpr = q_desc.block_shape[3]
     mbarrier.expect(full.index(stage), BLOCK * COLS * 2 + 2 * BLOCK * 4)
-    tma.async_copy_global_to_shared(q_desc, [batch, head, m, 0], full.index(stage), q_smem.index(stage))
-    tma.async_copy_global_to_shared(lse_desc, [row_head, m], full.index(stage), lse_smem.index(stage))
-    tma.async_copy_global_to_shared(delta_desc, [row_head, m], full.index(stage), delta_smem.index(stage))
+    tma_load(q_desc, [batch, head, m, 0], full.index(stage), q_smem.index(stage))
+    tma_load(lse_desc, [row_head, m], full.index(stage), lse_smem.index(stage))
+    tma_load(delta_desc, [row_head, m], full.index(stage), delta_smem.index(stage))
 
 
 @gluon.jit
 def load_tile(desc, smem, full, stage, batch, head, row):
     COLS: gl.constexpr = desc.block_shape[3]
     mbarrier.expect(full, BLOCK * COLS * 2)
-    tma.async_copy_global_to_shared(desc, [batch, head, row, 0], full, smem.index(stage))
+    tma_load(desc, [batch, head, row, 0], full, smem.index(stage))
 
 
 @gluon.jit
@@ -99,5 +99,5 @@ def store_sum(desc, smem, x, y, batch, head, row, FIRST: gl.constexpr, SECOND: g
     if SECOND > 0:
         tile.slice(FIRST, SECOND, dim=1).store(y.to(desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [batch, head, row, 0], smem)
+    tma_store(desc, [batch, head, row, 0], smem)
     tma.store_wait(0)
