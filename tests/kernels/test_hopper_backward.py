@@ -20,7 +20,7 @@ from flash_inductor.testing import assert_close_to_reference, largest_block_erro
 from .child import interpret
 from .gluon_emulator import Descriptor, Pointer, launch, load
 from .pretend import compile_for_hopper
-from .test_compile import SHARED_MEMORY, resources
+from .test_compile import check_hopper, resources
 
 _FOLDER = Path(package.__path__[0])
 _PLAIN = BackwardConfig(stages=3)
@@ -216,10 +216,7 @@ def test_compiles(name: str) -> None:
     assert visible is not None
     main = launches(visible)[1]
     found = resources(compile_for_hopper(main.kernel, main.args, main.constants))
-    assert found.wgmmas > 0
-    assert found.warnings == (), "ptxas serialises the products"
-    assert found.spilled_bytes <= spilled, found
-    assert found.shared_memory <= SHARED_MEMORY[90]
+    check_hopper(found, spilled)
 
 
 @pytest.mark.parametrize("which", [0, 2], ids=["prepare", "finish"])
