@@ -25,7 +25,8 @@ class Config:
         check_stock_patterns: let Inductor's own attention patterns replace only what they mean, while this package is
             on.  They see what the matcher left alone; before torch 2.15 they take a softmax over any dim, and any
             permutation, for attention.
-        strict: raise an error inside the matcher instead of logging it and compiling the graph as it was written.
+        strict: raise an error inside the matcher instead of logging it and compiling the graph as it was written, and
+            an error of a Gluon kernel instead of logging it and launching Triton's.
     """
 
     cpu: str = "on"

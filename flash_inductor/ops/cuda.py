@@ -123,7 +123,7 @@ def prepare(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any
         if not any(wanted):
             return triton
         call = _backward(kernel, triton, (query, key, value), wanted, {**numbers, "deterministic": deterministic})
-    return _or(call, triton, problem) if kernel == "cudnn" else call
+    return _or(call, triton, problem, kernel) if kernel in ("cudnn", "gluon") else call
 
 
 def has_wide_rows(x: Tensor) -> bool:
@@ -214,9 +214,16 @@ def _backward(
     return run
 
 
-def _or(call: Callable[..., Any], triton: Callable[..., Any], problem: choice.Problem) -> Callable[..., Any]:
-    """``call``, and from its first failure on ``triton``: which plans a cuDNN has shows when it is asked for one."""
+def _or(
+    call: Callable[..., Any], triton: Callable[..., Any], problem: choice.Problem, kernel: str
+) -> Callable[..., Any]:
+    """``call``, and from its first failure on ``triton``.
+
+    Which plans a cuDNN has shows when it is asked for one.  A Gluon kernel needs this Triton's compiler to take it, and
+    the GPU to have the memory on chip.  Such a failure of Gluon is raised if ``Config.strict`` is set.
+    """
     works = True
+    expected = RuntimeError if kernel == "cudnn" else Exception
 
     def run(*tensors: Tensor | None) -> Any:
         nonlocal works
@@ -225,9 +232,11 @@ def _or(call: Callable[..., Any], triton: Callable[..., Any], problem: choice.Pr
                 return call(*tensors)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:
+            except expected as error:
+                if kernel != "cudnn" and get_config().strict:
+                    raise
                 works = False
-                log.warning("cuDNN can't compute %s, Triton does: %s", problem, error)
+                log.warning("%s can't compute %s, Triton does: %s: %s", kernel, problem, type(error).__name__, error)
         return triton(*tensors)
 
     return run

@@ -11,5 +11,5 @@ from flash_inductor import config
 
 @pytest.fixture(autouse=True)
 def triton_only() -> Iterator[None]:
-    with config.override(kernel="triton"):
+    with config.override(kernel="triton", strict=True):  # strict: no kernel stands in for one that fails
         yield

@@ -120,6 +120,17 @@ def test_without_any_choice_the_op_is_called() -> None:
     assert "torch.ops.flashbwd.attn_backward.default(" in lowered.codes[1]
 
 
+def test_where_no_choice_can_be_compiled_the_op_is_called(caplog: pytest.LogCaptureFixture) -> None:
+    def lookup(self: Any, choices: list[Any], *args: Any, **kwargs: Any) -> dict[Any, float]:
+        return dict.fromkeys(choices, float("inf"))  # what Inductor notes for a choice that Triton can't compile
+
+    with stubbed_benchmark(), mock.patch.object(select_algorithm.AlgorithmSelectorCache, "lookup", lookup):
+        lowered = lower(causal, inputs(), **MEASURE)
+    assert "torch.ops.flashbwd.attn.default(" in lowered.codes[0]
+    assert "torch.ops.flashbwd.attn_backward.default(" in lowered.codes[1]
+    assert "flashbwd_forward: the op is called instead" in caplog.text
+
+
 def test_written_inputs_are_known_to_the_chosen_kernel() -> None:
     """With a deferred choice Inductor forgets them, and the backward would read an lse that is never written."""
     with stubbed_benchmark() as offered:

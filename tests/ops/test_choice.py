@@ -297,7 +297,7 @@ class TestLaunch:
             asked.append(tensors)
             raise RuntimeError("no plan")
 
-        call = cuda._or(no_plan, self.triton, problem())
+        call = cuda._or(no_plan, self.triton, problem(), "cudnn")
         assert [call(*self.inputs), call(*self.inputs)] == ["triton"] * 2
         assert len(asked) == 1 and len(caplog.records) == 1 and "no plan" in caplog.text
 
@@ -306,7 +306,7 @@ class TestLaunch:
             raise torch.OutOfMemoryError("full")
 
         with pytest.raises(torch.OutOfMemoryError):
-            cuda._or(full, self.triton, problem())(*self.inputs)
+            cuda._or(full, self.triton, problem(), "cudnn")(*self.inputs)
 
     @pytest.mark.parametrize(
         ("layout", "wide"), [("bhnd", True), ("packed", True), ("expanded", False), ("strided", False)]
