@@ -24,4 +24,4 @@ FOUND = {
 
 @pytest.mark.parametrize(("how", "changed"), FOUND.values(), ids=FOUND)
 def test_found(how: dict[str, object], changed: set[str]) -> None:
-    check(Spelling(**(PLAIN | how)), frozenset(changed), 0)  # type: ignore[arg-type]
+    assert check(Spelling(**(PLAIN | how)), frozenset(changed), 0) is not None  # type: ignore[arg-type]

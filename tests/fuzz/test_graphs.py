@@ -40,14 +40,15 @@ def near(actual: Tensor | None, expected: Tensor | None) -> bool:
     return bool((actual - expected).abs().max() <= TOLERANCE * (1 + expected.abs().max()))
 
 
-def check(how: Spelling, changed: frozenset[str], seed: int) -> list[Site]:
-    """Compare with eager; gives what was found."""
+def check(how: Spelling, changed: frozenset[str], seed: int) -> list[Site] | None:
+    """Compare with eager; gives what was found, or None where eager itself raises or gives infinite numbers."""
     fn, args = make(how, changed), inputs(how, seed)
     try:
         expected, expected_grads = run(fn, args)
     except RuntimeError:
-        assume(False)
-    assume(all(x.isfinite().all() for x in [*expected, *expected_grads] if x is not None))
+        return None
+    if not all(x.isfinite().all() for x in [*expected, *expected_grads] if x is not None):
+        return None
     sites: list[Site] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
@@ -70,11 +71,13 @@ def check(how: Spelling, changed: frozenset[str], seed: int) -> list[Site]:
 @given(SPELLINGS, st.sets(st.sampled_from(CHANGES), min_size=1, max_size=2), st.integers(0, 9))
 def test_a_changed_detail_is_kept_or_left_alone(how: Spelling, changed: set[str], seed: int) -> None:
     sites = check(how, frozenset(changed), seed)
-    event("replaced" if any(s.replaced for s in sites) else "left alone")
+    assume(sites is not None)
+    event("replaced" if any(s.replaced for s in sites or ()) else "left alone")
 
 
 @given(SPELLINGS, st.integers(0, 9))
 def test_every_spelling_is_replaced(how: Spelling, seed: int) -> None:
     sites = check(how, frozenset(), seed)
+    assert sites is not None
     assert len(sites) == 1
     assert sites[0].replaced, sites[0].reason
