@@ -1,0 +1,40 @@
+"""Small launches of every Hopper kernel, for NVIDIA's compute-sanitizer; it is slow, so nothing here compares results.
+
+compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
+compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the package beside this folder, installed or not
+
+import torch
+
+from flash_inductor.ops import attn, attn_backward
+from flash_inductor.testing import make_inputs
+
+BANDS = ({}, {"is_causal": True}, {"is_causal": True, "window_left": 70}, {"window_left": 30, "window_right": 40})
+
+
+def main() -> int:
+    for (dim, v_dim), band, softcap, deterministic in itertools.product(
+        ((64, 64), (96, 96), (128, 128), (256, 256), (192, 128)), BANDS, (None, 20.0), (False, True)
+    ):
+        torch.use_deterministic_algorithms(deterministic)
+        sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 200, "kv_len": 333}
+        inputs = make_inputs("bnhd", **sizes, head_dim=dim, v_head_dim=v_dim, dtype=torch.bfloat16, device="cuda")
+        out, lse = attn(*inputs, **band, softcap=softcap, kernel_name="gluon")
+        grad_out = torch.randn_like(out)
+        kernel = "gluon" if dim == v_dim or dim > 128 else None
+        attn_backward(grad_out, None, *inputs, out, lse, **band, softcap=softcap, kernel_name=kernel)
+        torch.cuda.synchronize()
+        print("ran", dim, v_dim, band, softcap, "deterministic" if deterministic else "", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
