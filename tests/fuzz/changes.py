@@ -184,16 +184,13 @@ OTHER = ["swap query and key", "value is key", "write query", "write value"]
 CHANGES = [*(f"{place}: {name}" for place, some in PLACES.items() for name in some), *MORE, *DIMS, *OTHER]
 
 
-def apply(changed: frozenset[str], place: str, x: Tensor) -> Tensor:
-    for name, change in PLACES[place].items():
-        if f"{place}: {name}" in changed:
-            x = change(x)
-    return x
+def at(changed: frozenset[str], place: str) -> list[Change]:
+    return [change for name, change in PLACES[place].items() if f"{place}: {name}" in changed]
 
 
 def softmax_dim(changed: frozenset[str]) -> int:
     return next((dim for name, dim in DIMS.items() if name in changed), -1)
 
 
-def more_results(changed: frozenset[str], s: Tensor, p: Tensor, out: Tensor) -> list[Tensor]:
-    return [more(s, p, out) for name, more in MORE.items() if name in changed]
+def more_results(changed: frozenset[str]) -> list[Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    return [more for name, more in MORE.items() if name in changed]

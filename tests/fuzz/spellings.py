@@ -81,8 +81,15 @@ def make(how: Spelling, changed: frozenset[str] = frozenset()) -> Fn:
     """The function of :func:`inputs` in this spelling, with these of ``changes.CHANGES``."""
     batch, heads, q_len, kv_len, dim = SIZES[how.sizes]
 
+    # looked up here, for Dynamo would trace the look-up
+    here = {place: changes.at(changed, place) for place in changes.PLACES}
+    more_results, softmax_dim = changes.more_results(changed), changes.softmax_dim(changed)
+    swapped, shared, write_query, write_value = (name in changed for name in changes.OTHER)
+
     def changed_at(place: str, x: Tensor) -> Tensor:
-        return changes.apply(changed, place, x)
+        for change in here[place]:
+            x = change(x)
+        return x
 
     def split(x: Tensor) -> Tensor:
         if how.layout == "packed":
@@ -145,7 +152,7 @@ def make(how: Spelling, changed: frozenset[str] = frozenset()) -> Fn:
         return s / (1 / factor) if how.scale == "div" else s
 
     def softmax(s: Tensor) -> Tensor:
-        dim = changes.softmax_dim(changed)
+        dim = softmax_dim
         if how.softmax == "shifted":
             s = s - s.max(dim=-1, keepdim=True).values
         if how.softmax == "functional":
@@ -156,9 +163,9 @@ def make(how: Spelling, changed: frozenset[str] = frozenset()) -> Fn:
 
     def fn(q: Tensor, k: Tensor, v: Tensor, pad: Tensor, ids: Tensor, bias: Tensor, fat: Tensor) -> tuple[Any, ...]:
         q, k, v = split(q), more_heads(split(k)), more_heads(split(v))
-        if "swap query and key" in changed:
+        if swapped:
             q, k = k, q
-        if "value is key" in changed:
+        if shared:
             v = k
         q, k, v = changed_at("query", q), changed_at("key", k), changed_at("value", v)
         keep = visible(pad, ids, fat)
@@ -171,7 +178,7 @@ def make(how: Spelling, changed: frozenset[str] = frozenset()) -> Fn:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         else:
             s = product(q, k)
-            if "write query" in changed:
+            if write_query:
                 q = q.mul_(2.0) if q.grad_fn is not None else q
             if how.softcap:
                 s = 3.0 * torch.tanh(s / 3.0)
@@ -185,13 +192,13 @@ def make(how: Spelling, changed: frozenset[str] = frozenset()) -> Fn:
             p = changed_at("probabilities", p)
             if how.dropout != "none":
                 p = F.dropout(p, 0.0 if how.dropout == "zero" else 0.5, training=how.dropout == "zero")
-            if "write value" in changed:
+            if write_value:
                 v = v.clone().mul_(0.5)
             if how.product in ("bmm", "baddbmm"):
                 out = torch.bmm(p.flatten(0, 1), v.flatten(0, 1)).view(batch, heads, q_len, dim)
             else:
                 out = torch.einsum("bhij,bhjd->bhid", p, v) if "einsum" in how.product else p @ v
-            more = changes.more_results(changed, s, p, out)
+            more = [result(s, p, out) for result in more_results]
         out = changed_at("result", out)
         if keep is not None:  # what a row that sees nothing gets differs by form, and is documented
             out = torch.where(keep.any(-1, keepdim=True), out, 0.0)
