@@ -22,8 +22,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,23 +193,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.variant:
         print(json.dumps(train(args.variant, args)))
         return 0
-    children = {
-        name: subprocess.Popen(
-            [sys.executable, __file__, *argv, "--variant", name],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name in VARIANTS
-    }
-    runs = {}
-    for name, child in children.items():
-        out, errors = child.communicate()
-        if child.returncode != 0:
-            print(f"{name} failed:\n{errors[-4000:]}")
-            return 1
-        runs[name] = json.loads(out.splitlines()[-1])
     cuda = args.device == "cuda"
+    commands = {name: [sys.executable, __file__, *argv, "--variant", name] for name in VARIANTS}
+    with ThreadPoolExecutor(len(VARIANTS) if cuda else 1) as pool:  # on a CPU they would only take time from each other
+        runner = partial(subprocess.run, capture_output=True, text=True, check=False)
+        done = dict(zip(commands, pool.map(runner, commands.values()), strict=True))
+    for name, child in done.items():
+        if child.returncode != 0:
+            print(f"{name} failed:\n{child.stderr[-4000:]}")
+            return 1
+    runs = {name: json.loads(child.stdout.splitlines()[-1]) for name, child in done.items()}
     summary, problems = judge(runs, (GPU if cuda else CPU).layers, cuda)
     print(f"# {torch.cuda.get_device_name() if cuda else 'CPU'}, torch {torch.__version__}, {args.steps} steps")
     for name, run in runs.items():
