@@ -193,3 +193,21 @@ def test_tables_are_put_between_the_markers(numerics: ModuleType, tmp_path: Path
     assert len(json.loads(out.read_text())["cells"]) == 5
     with pytest.raises(ValueError, match="markers"):
         numerics.tables.fill(tmp_path / "out.json", {"header": {}, "cells": []}, "cpu")
+
+
+def test_every_kind_of_code_is_compiled_once(numerics: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By some process of those that share the work, also where an implementation refuses a case."""
+    ran: list[tuple[str, tuple[int, int], tuple[str, ...]]] = []
+
+    def note(case: Any, tensors: Any) -> Any:
+        ran.append((case.dtype, case.dims, (*sorted(case.options), str(case.q_len), str(case.kv_len))))
+        raise NotImplementedError
+
+    monkeypatch.setattr(numerics, "COMPILED", ("ours tiled",))
+    monkeypatch.setattr(numerics, "implementations", lambda device: {"ours tiled": note})
+    chosen = [case for case in numerics.cases("cpu") if case.dtype == "float16" and case.q_len < 1000]
+    for share in ("0/2", "1/2"):
+        args = numerics.parse(["--device", "cpu", "--share", share])
+        numerics.warm(chosen, args)
+    kinds = {(c.dtype, c.dims, (*sorted(c.options), str(c.q_len), str(c.kv_len))) for c in chosen}
+    assert len(ran) == len(set(ran)) and set(ran) == kinds
