@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -77,6 +76,8 @@ def test_deterministic_algorithms() -> None:
 
 def test_lora_of_peft() -> None:
     """Adapters around the projections: only they get gradients."""
+    from peft import LoraConfig, get_peft_model  # here: the GPU tests of this file don't need it
+
     config = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     model = get_peft_model(Model(layers=1), config)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
