@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,14 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     from torch._functorch.utils import enable_single_level_autograd_function
 
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+        return _of_one_level(function).apply(*args)
+
+
+@cache
+def _of_one_level(function: type[torch.autograd.Function]) -> Any:
+    """The same function as one that doesn't know of transforms: what functorch itself makes for each level."""
+    methods = {"forward": staticmethod(function.forward), "backward": staticmethod(function.backward)}
+    return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 
 
 def has_tangent(tensors: Sequence[Any]) -> bool:
