@@ -192,7 +192,10 @@ def _softmax_chain(program: Program, c: Call) -> Meaning:
         vector = sinks.vector(program, scoring.sink, scores.lead, layout.query.heads)
         operands = replace(operands, sinks=vector)
     # the nodes looked through under the operands are computed from, not replaced: they count for the region only
-    between = {t.dtype for x in tail.nodes if (t := tensor(x)) is not None}
+    out = tensor(last)
+    assert out is not None  # parse() checked it
+    # Probabilities in the result's dtype, because the values have it, are as precise as the result.
+    between = {t.dtype for x in tail.nodes if (t := tensor(x)) is not None} - {out.dtype}
     dtypes = scoring.dtypes | {result.dtype} | between
     return Meaning(last, matched, layout, scoring.scale, scoring.softcap, prove, autocast, dtypes, table, operands)
 
