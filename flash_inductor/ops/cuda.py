@@ -20,7 +20,7 @@ from ..kernels.choices import Kind
 from ..spec import MaskSpec
 from ..support import effective_mask
 from . import aten, choice, triton_kernels
-from .layout import dense_strides, empty_like_layout
+from .layout import dense_strides, empty_like_layout, has_wide_rows
 from .triton_kernels import on_device
 
 log = logging.getLogger(__name__)
@@ -124,15 +124,6 @@ def prepare(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any
             return triton
         call = _backward(kernel, triton, (query, key, value), wanted, {**numbers, "deterministic": deterministic})
     return _or(call, triton, problem, kernel) if kernel in ("cudnn", "gluon") else call
-
-
-def has_wide_rows(x: Tensor) -> bool:
-    """Whether the strides let TMA, or loads of 16 bytes, read all rows; so that only the pointer is left to check."""
-    step = 16 // x.element_size()
-    *strides, last = x.stride()
-    return last == 1 and all(
-        size <= 1 or (stride % step == 0 and stride != 0) for size, stride in zip(x.shape, strides, strict=False)
-    )
 
 
 def _forward(

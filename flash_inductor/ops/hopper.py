@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..spec import MaskSpec
 from .launch import Bound
+from .layout import has_wide_rows
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 # Scores capped at c are exponents in [-c, c]: exp2 of them and its sums stay in the range of float32 and bfloat16, with
 # 2**47 to spare for length and values.
 _LARGEST_EXPONENT = 80.0
@@ -91,14 +92,7 @@ def _has_gluon() -> bool:
 
 def aligned(*tensors: Tensor) -> bool:
     """Whether TMA can read and write these [batch, heads, length, head dim] tensors: 16-byte steps in all dims."""
-    return all(x.data_ptr() % 16 == 0 and _steps(x.shape, x.stride(), x.element_size()) for x in tensors)
-
-
-@lru_cache(maxsize=4096)
-def _steps(size: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    if strides[3] != 1:
-        return False
-    return all(n <= 1 or (s > 0 and s * itemsize % 16 == 0) for n, s in zip(size[:3], strides[:3], strict=True))
+    return all(x.data_ptr() % 16 == 0 and has_wide_rows(x) for x in tensors)
 
 
 def forward(
@@ -167,10 +161,10 @@ def launch_of(
     kv_heads, kv_len, v_head_dim = value.shape[1:]
     plan = _plan(
         batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, lower, upper, softcap is not None,
-        softcap is not None and softcap * _LOG2E <= _LARGEST_EXPONENT and query.dtype is torch.bfloat16, processors,
+        softcap is not None and softcap * LOG2E <= _LARGEST_EXPONENT and query.dtype is torch.bfloat16, processors,
         config,
     )  # fmt: skip
-    inner, factor = (0.0, scale * _LOG2E) if softcap is None else (scale / softcap, softcap * _LOG2E)
+    inner, factor = (0.0, scale * LOG2E) if softcap is None else (scale / softcap, softcap * LOG2E)
     describe = plan.describe
     arguments = (
         describe(query, 64, plan.width), describe(key, plan.block_n, plan.width),
@@ -223,8 +217,8 @@ def _plan(
     resident = _L2_BYTES // (kv_len * (width + v_width) * 2)
     head_set = max(1, min(kv_heads * batch, resident)) * group
     sizes = (tiles, blocks_m, head_set, batch * heads, heads, group, q_len, kv_len, lower or 0, upper or 0)
-    qk_first, qk_second = _split(head_dim)
-    v_first, v_second = _split(v_head_dim)
+    qk_first, qk_second = split(head_dim)
+    v_first, v_second = split(v_head_dim)
     constants = {
         "HAS_LOWER": lower is not None,
         "HAS_UPPER": upper is not None,
@@ -269,7 +263,7 @@ def _tile(dim: int) -> int:
     return 64 if dim <= 64 else 128 if dim <= 128 else 256
 
 
-def _split(dim: int) -> tuple[int, int]:
+def split(dim: int) -> tuple[int, int]:
     """A head dim as one or two powers of two, so that products needn't be as wide as the tile."""
     for first, seconds in ((64, (0, 16, 32)), (128, (0, 16, 32, 64)), (256, (0,))):
         for second in seconds:

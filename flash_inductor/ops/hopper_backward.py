@@ -13,9 +13,9 @@ from ..kernels.hopper.around import finish_kernel, prepare_kernel
 from ..kernels.hopper.backward import backward_kernel
 from ..kernels.hopper.device import TensorDescriptor, flat_descriptor, row_descriptor, tile_descriptor
 from ..spec import MaskSpec
+from .hopper import LOG2E
 from .launch import Bound
 
-_LOG2E = 1.4426950408889634
 _ROWS = 128  # rows of query that scratch tensors are rounded up to
 _L2_BYTES = 28 << 20  # what the heads that are worked on together may take of the second level cache (50 MiB)
 _WAVES = 256  # CTAs of unequal length that fill the 132 SMs evenly when the longest start first
@@ -276,8 +276,8 @@ def _launches(problem: Problem, config: BackwardConfig | None) -> list[Launch]:
         flat_descriptor(scratch.grad_query, 16), tile_descriptor(problem.grad_key, block_n // 2, dim),
         tile_descriptor(problem.grad_value, block_n // 2, dim), scratch.turns,
         heads, kv_heads, heads // kv_heads, batch * kv_heads, at_once, blocks_n, q_len, problem.q_rows, kv_len,
-        lower or 0, upper or 0, problem.scale / softcap if softcap else problem.scale * _LOG2E, problem.scale,
-        (softcap or 0.0) * _LOG2E,
+        lower or 0, upper or 0, problem.scale / softcap if softcap else problem.scale * LOG2E, problem.scale,
+        (softcap or 0.0) * LOG2E,
     )  # fmt: skip
     constants = {
         "HAS_LOWER": lower is not None, "HAS_UPPER": upper is not None, "RAGGED": kv_len % block_n != 0,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ..kernels.hopper.backward_wide import backward_wide_kernel
 from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
+from .hopper import LOG2E, split
 from .hopper_backward import Launch, Problem, finish, heads_at_once, prepare
 
-_LOG2E = 1.4426950408889634
 _BLOCK = 64  # keys and queries of a step
 
 
@@ -53,8 +53,8 @@ def wide_launches(problem: Problem, config: WideConfig | None = None) -> list[La
         flat_descriptor(scratch.grad_query, c.part // 4), tile_descriptor(problem.grad_key, _BLOCK, dim),
         tile_descriptor(problem.grad_value, _BLOCK, v_dim), scratch.turns,
         heads, kv_heads, heads // kv_heads, batch * kv_heads, at_once, blocks_n, q_len, problem.q_rows, kv_len,
-        lower or 0, upper or 0, problem.scale / softcap if softcap else problem.scale * _LOG2E, problem.scale,
-        (softcap or 0.0) * _LOG2E,
+        lower or 0, upper or 0, problem.scale / softcap if softcap else problem.scale * LOG2E, problem.scale,
+        (softcap or 0.0) * LOG2E,
     )  # fmt: skip
     qk, v = _split(head_dim), _split(v_head_dim)
     constants = {
@@ -73,4 +73,4 @@ def _split(dim: int) -> tuple[int, int]:
     """A head dim as one or two powers of two, for products that aren't as wide as the tile."""
     if dim <= 128:
         return 128, 0
-    return next(((128, rest) for rest in (16, 32, 64) if dim <= 128 + rest), (256, 0))
+    return split(dim)

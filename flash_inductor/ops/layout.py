@@ -67,3 +67,12 @@ def dense_strides(strides: Sequence[int], sizes: Sequence[int], size: Sequence[i
         found[dim] = step
         step *= max(1, size[dim])
     return tuple(found)
+
+
+def has_wide_rows(x: Tensor) -> bool:
+    """Whether the strides let TMA, or loads of 16 bytes, read all rows; so that only the pointer is left to check."""
+    step = 16 // x.element_size()
+    *strides, last = x.stride()
+    return last == 1 and all(
+        size <= 1 or (stride % step == 0 and stride != 0) for size, stride in zip(x.shape, strides, strict=False)
+    )
