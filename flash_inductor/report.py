@@ -7,16 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .spec import AttentionSpec
+
+if TYPE_CHECKING:
+    import os
+
+    from .picture import Picture
 
 
 @dataclass(frozen=True)
 class Site:
     """One attention-like place in a captured graph.
 
-    ``reason`` is a sentence saying why a site was left alone, with the remedy if there is one; None if replaced.
+    ``reason`` is a sentence "cause; remedy" saying why a site was left alone and what to do; None if replaced.
     """
 
     node: str
@@ -29,6 +34,17 @@ class Site:
     module: str | None = None  # path of the nn.Module that owns the code
     shapes: dict[str, str] = field(default_factory=dict)  # query, key, value -> "bf16[2, 8, 4096, 64]"
     kernel: str | None = None  # what it will run as
+    nodes: tuple[str, ...] = ()  # names of the nodes that the op replaces
+
+    @property
+    def cause(self) -> str | None:
+        """What stands in the way of a site that was left alone: the first part of ``reason``."""
+        return None if self.reason is None else self.reason.partition("; ")[0]
+
+    @property
+    def remedy(self) -> str | None:
+        """What to do about it: the rest of ``reason``, None if that names nothing."""
+        return (self.reason or "").partition("; ")[2] or None
 
     def describe(self) -> str:
         """One line: 'sdpa at model.py:12 in forward: causal, as triton' or the reason it was left alone."""
@@ -39,6 +55,8 @@ class Site:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
         data = asdict(self)
+        data["nodes"] = list(self.nodes)
+        data["cause"], data["remedy"] = self.cause, self.remedy
         data["recognised_as"] = None if self.spec is None else self.spec.describe()
         if self.spec is not None:
             mask = self.spec.mask
@@ -52,6 +70,7 @@ class Site:
 _lock = threading.Lock()
 _listeners: list[list[Site]] = []
 _compiled: list[Site] = []
+_graphs = 0  # that the matcher was given to rewrite
 _redirected: ContextVar[list[Site] | None] = ContextVar("flash_inductor_redirected", default=None)
 
 
@@ -65,6 +84,18 @@ def record(site: Site) -> None:
         _compiled.append(site)
         for listener in _listeners:
             listener.append(site)
+
+
+def count_graph() -> None:
+    """Called by the pass for each graph that is compiled, with or without attention."""
+    global _graphs
+    with _lock:
+        _graphs += 1
+
+
+def compiled_graphs() -> int:
+    """How many graphs have been looked at in this process to be compiled."""
+    return _graphs
 
 
 @contextmanager
@@ -108,12 +139,15 @@ def counters() -> dict[str, int]:
 class Explanation:
     """The attention sites of a model, or of all that was compiled; ``str()`` is a readable text of it.
 
-    ``graphs`` and ``graph_breaks`` (a reason for each) are None where they are not known.
+    ``graphs`` and ``graph_breaks`` (a reason for each) are None where they are not known.  ``hints`` are sentences on
+    what to know beside the sites.  ``pictures`` is what :meth:`draw` draws: one of each captured graph, if kept.
     """
 
     sites: tuple[Site, ...]
     graphs: int | None = None
     graph_breaks: tuple[str, ...] | None = None
+    hints: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def replaced(self) -> int:
@@ -128,7 +162,27 @@ class Explanation:
             "left_alone": len(self.sites) - self.replaced,
             "graphs": self.graphs,
             "graph_breaks": None if self.graph_breaks is None else list(self.graph_breaks),
+            "hints": list(self.hints),
         }
+
+    def show(self) -> None:
+        """Print the table as wide as the terminal is, in colour where it has colours."""
+        from rich.console import Console
+
+        Console().print(self)
+
+    def draw(self, path: str | os.PathLike[str], around: int | None = 6) -> None:
+        """Draw the captured graphs into a file, the nodes of each site in a box: green if replaced, else yellow.
+
+        The suffix says how: ``.dot`` (Graphviz's text) needs nothing; ``.svg``, ``.png`` and ``.pdf`` need Graphviz's
+        program ``dot``.  ``around``: only nodes at most so many edges away from a site; None draws all.
+
+        Raises ValueError for another suffix, and where no graph is known (:func:`flash_inductor.report` keeps none);
+        RuntimeError if ``dot`` is missing or fails.
+        """
+        from .picture import write
+
+        write(self.pictures, self.sites, path, around)
 
     def __str__(self) -> str:
         from .report_text import as_text

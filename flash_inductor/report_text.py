@@ -63,10 +63,17 @@ def as_rich(e: Explanation) -> Any:
     for name in COLUMNS:
         table.add_column(name, overflow="fold")
     for row, site in zip(rows(e), e.sites, strict=True):
-        where = Text("\n".join([row[1], *([site.source] if site.source else [])]))
-        last = Text(row[4] + (f"\n{site.reason}" if site.reason else ""), style="green" if site.replaced else "yellow")
-        table.add_row(row[0], where, Text(row[2]), Text(row[3]), last)
+        where = Text.assemble(row[1], *_lines("cyan", site.source), *_lines("dim", site.module))
+        meaning = Text.assemble(row[3], *_lines("dim", *(f"{role} {shape}" for role, shape in site.shapes.items())))
+        last = Text.assemble((row[4], "green" if site.replaced else "yellow"), *_lines("", site.cause))
+        last.append_text(Text.assemble(*_lines("bold", site.remedy)))
+        table.add_row(row[0], where, Text(row[2]), meaning, last)
     return Group(*([table] if e.sites else [Text(f"flash_inductor: {summary(e)}")]), *map(Text, notes(e)))
+
+
+def _lines(style: str, *texts: str | None) -> list[tuple[str, str]]:
+    """Each text on a line of its own, for Text.assemble."""
+    return [("\n" + text, style) for text in texts if text]
 
 
 def notes(e: Explanation) -> list[str]:
@@ -74,15 +81,14 @@ def notes(e: Explanation) -> list[str]:
     lines = [f"graph break: {reason}" for reason in dict.fromkeys(e.graph_breaks or ())]
     if e.graph_breaks:
         lines.append("What runs between two graphs is not seen, and attention cut in two by a break is not recognised.")
-    if e.graphs == 0:
-        lines.append("torch.compile captured no graph at all: nothing could be looked at.")
-    return lines
+    return [*lines, *e.hints]
 
 
 def _details(site: Site) -> list[str]:
     lines = [site.source] if site.source else []
-    if site.reason:
-        lines += textwrap.wrap(f"why: {site.reason}", WIDTH)
+    for word, text in (("why", site.cause), ("fix", site.remedy)):
+        if text:
+            lines += textwrap.wrap(f"{word}: {text}", WIDTH, subsequent_indent=" " * 5)
     return lines
 
 

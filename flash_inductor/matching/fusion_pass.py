@@ -16,7 +16,7 @@ from torch import fx
 from .. import config as settings
 from .._compat import hooks
 from .._compat.pass_chain import GraphPass
-from ..report import Site, record, redirect
+from ..report import Site, count_graph, record, redirect
 from . import install, stock
 
 log = logging.getLogger("flash_inductor")
@@ -147,17 +147,21 @@ def rewrite_or_leave(graph: fx.Graph, *, apply: bool = True, outer: torch.fx.Gra
             return []
     for site in sites:
         record(site)
-    if apply and sites:
+    if apply:
+        count_graph()
         _log_sites(sites)
     return sites
 
 
 def _log_sites(sites: list[Site]) -> None:
     replaced = sum(site.replaced for site in sites)
-    log.info("[%s] %d of %d attention sites replaced", hooks.compile_id(), replaced, len(sites))
-    if settings.get_config().log_sites:
-        for site in sites:
-            log.info("[%s] %s", hooks.compile_id(), site.describe())
+    if sites:
+        log.info("[%s] %d of %d attention sites replaced", hooks.compile_id(), replaced, len(sites))
+    else:
+        log.info("[%s] no attention found", hooks.compile_id())
+    level = logging.INFO if settings.get_config().log_sites else logging.DEBUG
+    for site in sites if log.isEnabledFor(level) else ():
+        log.log(level, "[%s] %s", hooks.compile_id(), site.describe())
 
 
 def _warn_once(message: str, error: BaseException | None = None) -> None:

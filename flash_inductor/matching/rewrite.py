@@ -29,6 +29,7 @@ class _Outcome:
     kernel: str | None = None
     reason: str | None = None
     shapes: dict[str, str] = field(default_factory=dict)
+    nodes: tuple[str, ...] = ()
 
 
 def rewrite_graph(graph: fx.Graph, *, apply: bool = True, outer: fx.GraphModule | None = None) -> list[Site]:
@@ -93,6 +94,7 @@ def _rewrite(graph: fx.Graph, fragile: frozenset[fx.Node]) -> list[Site]:
                 module=module,
                 shapes=outcome.shapes,
                 kernel=outcome.kernel if outcome.reason is None else None,
+                nodes=outcome.nodes,
             )
         )
     return found
@@ -132,6 +134,7 @@ def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
     program.assumed.clear()
     meaning = match.resolve()
     plan, last = meaning.plan, meaning.last
+    outcome.nodes = tuple(dict.fromkeys(node.name for node in (*meaning.matched, *plan.looked_through, last)))
     outcome.shapes = {
         role: locate.shape(x.node) for role, x in zip(("query", "key", "value"), plan.inputs, strict=True)
     }

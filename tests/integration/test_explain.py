@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from expecttest import TestCase
+from rich.console import Console
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +20,8 @@ import flash_inductor
 from flash_inductor.report import compiled_sites
 
 from .conftest import causal
+
+report_module = sys.modules["flash_inductor.report"]  # the package has a function of that name
 
 
 def two_kinds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -52,7 +56,8 @@ flash_inductor: 1 of 2 attention sites replaced in 1 graph
    x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 2  test_explain.py:N in two_kinds  sdpa  -  left alone
    return F.scaled_dot_product_attention(x, k, v, dropout_p=1.0)
-   why: dropout 1 of the probabilities; a number from 0 to below 1 is needed""",
+   why: dropout 1 of the probabilities
+   fix: a number from 0 to below 1 is needed""",
         )
 
     def test_graph_break(self) -> None:
@@ -156,7 +161,7 @@ def test_report_has_what_was_compiled() -> None:
     after = flash_inductor.report()
     assert after.sites[: len(before.sites)] == before.sites
     assert [s.replaced for s in after.sites[len(before.sites) :]] == [True, False]
-    assert after.graphs is None and "attention site" in str(after)
+    assert after.graphs == before.graphs + 1 and "attention site" in str(after)
 
 
 def test_rich_table() -> None:
@@ -164,3 +169,80 @@ def test_rich_table() -> None:
     console.print(flash_inductor.explain(two_kinds, *inputs()))
     text = console.export_text()
     assert "recognised as" in text and "causal" in text and "is_causal=True" in text and "dropout" in text
+
+
+def test_rich_table_is_in_colour() -> None:
+    console = Console(width=160, force_terminal=True, file=io.StringIO())
+    console.print(flash_inductor.explain(two_kinds, *inputs()))
+    assert "\x1b[32mATen CPU flash" in console.file.getvalue() and "\x1b[33mleft alone" in console.file.getvalue()
+
+
+def test_show_prints_to_a_terminal_or_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    flash_inductor.explain(two_kinds, *inputs()).show()
+    assert "ATen CPU flash" in (text := capsys.readouterr().out) and "\x1b" not in text
+
+
+def test_picture_has_each_site_in_a_box(tmp_path: Path) -> None:
+    e = flash_inductor.explain(two_kinds, *inputs())
+    e.draw(tmp_path / "graph.dot")
+    text = (tmp_path / "graph.dot").read_text()
+    first, second = re.findall(r"cluster_\d \{(.*?)\n  \}", text, flags=re.S)
+    assert "palegreen" in first and "ATen CPU flash" in first and "scaled_dot_product_attention [1, 2, 32, 16]" in first
+    assert "khaki" in second and "left alone" in second
+    assert text.count(" -> ") == 7  # q, k, v into the first; its result, k and v into the second; that to the output
+
+
+def test_picture_of_a_chain_shows_all_that_is_replaced_and_little_else(tmp_path: Path) -> None:
+    def chain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            v = v + 1
+        return torch.softmax(q @ k.mT / 4.0, -1) @ v
+
+    e = flash_inductor.explain(chain, *inputs())
+    assert len(e.sites[0].nodes) == 4, e.sites[0].nodes  # product, division, softmax, product
+    counts = []
+    for around in (2, None):
+        e.draw(tmp_path / "graph.gv", around=around)
+        counts.append((tmp_path / "graph.gv").read_text().count("[label="))
+    assert counts[0] < 15 and counts[1] >= 20 + 3 + 5 + 1
+
+
+def test_picture_drawn_by_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for Graphviz's dot, which gets the text on stdin: CI has none."""
+    program = tmp_path / "dot"
+    program.write_text("#!/bin/sh\n[ $1 = -Tsvg ] && exec cat > $3\necho bad format >&2; exit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    e = flash_inductor.explain(causal, *inputs())
+    e.draw(tmp_path / "graph.svg")
+    assert (tmp_path / "graph.svg").read_text().startswith("digraph")
+    with pytest.raises(RuntimeError, match="dot failed: bad format"):
+        e.draw(tmp_path / "graph.png")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeError, match="needs Graphviz's program dot.*install Graphviz"):
+        e.draw(tmp_path / "graph.svg")
+
+
+def test_picture_errors_name_what_is_expected(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a name that ends in \.dot, .*got 'graph.txt'"):
+        flash_inductor.explain(causal, *inputs()).draw(tmp_path / "graph.txt")
+    with pytest.raises(ValueError, match="no graph to draw"):
+        flash_inductor.report().draw(tmp_path / "graph.dot")
+
+
+def test_an_empty_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_module, "_compiled", [])
+    monkeypatch.setattr(report_module, "_graphs", 0)
+    assert "The plugin is off: call flash_inductor.enable()" in str(flash_inductor.report())
+    with flash_inductor.enabled():
+        assert "Nothing has been compiled with the plugin on" in str(flash_inductor.report())
+        torch.compile(lambda x: x + 1)(torch.ones(2))
+        assert str(flash_inductor.report()) == "flash_inductor: no attention found in 1 graph"
+
+
+def test_reason_splits_into_cause_and_remedy() -> None:
+    site = flash_inductor.Site("x", "sdpa", False, reason="it is odd; make it even; or leave it")
+    assert (site.cause, site.remedy) == ("it is odd", "make it even; or leave it")
+    assert flash_inductor.Site("x", "sdpa", True).remedy is None
+    data = site.to_dict()
+    assert (data["cause"], data["remedy"], data["nodes"]) == ("it is odd", "make it even; or leave it", [])
