@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from typing import Any, get_type_hints
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 ENV_PREFIX = "FLASH_INDUCTOR_"
 
 
+KINDS = ("fwd", "dq", "dkdv", "dbias")
+TILE = ("block_m", "block_n", "num_warps", "num_stages")
+
+
 @dataclass(frozen=True)
 class Config:
-    """Every setting, each also an environment variable ``FLASH_INDUCTOR_<NAME>``.
+    """Every setting, each also an environment variable ``FLASH_INDUCTOR_<NAME>``; docs/configuration.md is its table.
 
     Attributes:
         cpu: rewrite attention in graphs on the CPU too ("on" or "off").
         lowering: "template" lowers the op to Inductor Triton templates, "extern" calls the eager kernels.
         kernel: "auto" takes the fastest CUDA kernel for each problem; "triton", "gluon", "cudnn" or "flash" that one
             wherever it takes the problem.
+        kernel_options: tile configurations that replace the table's for the Triton kernels, also under max_autotune:
+            ``{"fwd": {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 3}, "dq": ..., "dkdv": ...,
+            "dbias": ...}``.  block_m counts query rows and block_n key rows.  What is left out keeps the table's value.
+        include: rewrite only sites that match one of these patterns (as in fnmatch); none means all.  A pattern is
+            held against the path ("model.layers.0.self_attn") and the class name of the module that the site is in and
+            of each module around it, and against its place ("model.py:12 in forward").
+        exclude: leave sites alone that match one of these patterns, whatever ``include`` says.
         max_mask_elements: largest closed mask (elements) that is evaluated to prove what it means.
         log_sites: log one line per attention site at INFO, besides the line per graph.
         check_stock_patterns: let Inductor's own attention patterns replace only what they mean, while this package is
@@ -32,6 +44,9 @@ class Config:
     cpu: str = "on"
     lowering: str = "template"
     kernel: str = "auto"
+    kernel_options: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     max_mask_elements: int = 1 << 28
     log_sites: bool = False
     check_stock_patterns: bool = True
@@ -47,25 +62,66 @@ class Config:
         for name, allowed in self._CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: expected one of {allowed}, got {getattr(self, name)!r}")
+        for name in ("include", "exclude"):
+            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+        object.__setattr__(self, "kernel_options", _kernel_options(self.kernel_options))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
         """The defaults, overridden by ``FLASH_INDUCTOR_*`` variables; a bad value raises ValueError naming it."""
-        values: dict[str, Any] = {}
-        hints = get_type_hints(cls)
+        values = {}
         for f in fields(cls):
-            raw = environ.get(ENV_PREFIX + f.name.upper())
-            if raw is None:
-                continue
-            if hints[f.name] is bool:
-                if raw.lower() not in ("0", "1", "true", "false"):
-                    raise ValueError(f"{ENV_PREFIX}{f.name.upper()}: expected 0, 1, true or false, got {raw!r}")
-                values[f.name] = raw.lower() in ("1", "true")
-            elif hints[f.name] is int:
-                values[f.name] = int(raw)
-            else:
-                values[f.name] = raw
+            name = ENV_PREFIX + f.name.upper()
+            if name in environ:
+                try:
+                    values[f.name] = _FROM_TEXT[str(f.type)](environ[name])
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
         return cls(**values)
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(p, str) and p for p in patterns):
+        raise ValueError(f"{name}: expected patterns such as 'model.layers.*' or 'LlamaAttention', got {value!r}")
+    return patterns
+
+
+def _kernel_options(value: Any) -> dict[str, dict[str, int]]:
+    """A copy in a fixed order, as the text of a Config is part of cache keys."""
+    if not isinstance(value, Mapping) or not all(isinstance(tile, Mapping) for tile in value.values()):
+        raise ValueError(f"kernel_options: expected {{kind: {{name: number}}}}, got {value!r}")
+    for kind, tile in value.items():
+        if kind not in KINDS:
+            raise ValueError(f"kernel_options: expected kinds out of {KINDS}, got {kind!r}")
+        for name, number in tile.items():
+            if name not in TILE:
+                raise ValueError(f"kernel_options[{kind!r}]: expected names out of {TILE}, got {name!r}")
+            least = 16 if name.startswith("block") else 1
+            power = isinstance(number, int) and number >= least and (name == "num_stages" or number.bit_count() == 1)
+            if isinstance(number, bool) or not power:
+                wanted = "a number from 1" if name == "num_stages" else f"a power of two from {least}"
+                raise ValueError(f"kernel_options[{kind!r}][{name!r}]: expected {wanted}, got {number!r}")
+    return {kind: {name: value[kind][name] for name in TILE if name in value[kind]} for kind in KINDS if kind in value}
+
+
+def _bool(text: str) -> bool:
+    if text.lower() not in ("0", "1", "true", "false"):
+        raise ValueError(f"expected 0, 1, true or false, got {text!r}")
+    return text.lower() in ("1", "true")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+_FROM_TEXT: dict[str, Callable[[str], Any]] = {  # by the annotation of the field
+    "str": str,
+    "bool": _bool,
+    "int": int,
+    "tuple[str, ...]": _words,
+    "Mapping[str, Mapping[str, int]]": json.loads,
+}
 
 
 _current = Config.from_env()

@@ -9,9 +9,10 @@ from typing import Any
 
 from .._compat import inductor
 from .._compat.inductor import Expr, IRNode
-from ..kernels.configs import Config, Kind, configs
+from ..kernels.configs import Config, Kind
 from ..kernels.grad_bias import CHUNK
 from ..ops import triton_kernels as eager
+from ..ops.tiles import tile_configs
 from .features import Optionals
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ def candidates(kind: Kind, query: IRNode, constants: dict[str, Any], pair_bytes:
     """Configurations to offer; those that ask for more shared memory than the device has are left out."""
     capability, shared_memory = eager.device_limits(query.get_device().index or 0)
     itemsize = query.get_dtype().itemsize
-    found = configs(kind, capability, constants["BLOCK_D"], constants["BLOCK_DV"], itemsize, shared_memory, pair_bytes)
+    blocks = constants["BLOCK_D"], constants["BLOCK_DV"]
+    found = tile_configs(kind, capability, *blocks, itemsize, shared_memory, pair_bytes)
     return found if inductor.max_autotune() else found[:1]
 
 

@@ -6,13 +6,14 @@ Importing this must not import torch._inductor; the passes are put in when someb
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from .._compat import hooks, unsupported
-from ..config import get_config
+from ..config import get_config, override, set_config
 
 _lock = threading.RLock()
 _on = False
@@ -24,8 +25,12 @@ def is_enabled() -> bool:
     return _on
 
 
-def enable() -> None:
+def enable(*, include: str | Sequence[str] | None = None, exclude: str | Sequence[str] | None = None) -> None:
     """Rewrite the attention of everything that ``torch.compile`` compiles from now on, in every thread.
+
+    ``include`` and ``exclude`` set the settings of these names: patterns for the sites to rewrite and to leave alone,
+    such as ``"model.layers.*"`` (paths of modules), ``"LlamaAttention"`` (their classes) or ``"vit.py*"`` (places in
+    the code).  None keeps what is set, ``()`` takes back what was.
 
     Other passes you have set in ``torch._inductor.config.pre_grad_custom_pass`` keep running, after this one.  Setting
     that option afterwards replaces this pass: set :func:`compose` of yours.  What is compiled already stays as it is
@@ -33,6 +38,9 @@ def enable() -> None:
 
     On a torch that isn't supported one warning is logged, and everything is compiled as without this package.
     """
+    patterns: dict[str, Any] = {name: p for name, p in (("include", include), ("exclude", exclude)) if p is not None}
+    if patterns:
+        set_config(replace(get_config(), **patterns))
     _switch(True)
 
 
@@ -45,14 +53,17 @@ def disable() -> None:
 
 
 @contextmanager
-def enabled() -> Iterator[None]:
+def enabled(
+    *, include: str | Sequence[str] | None = None, exclude: str | Sequence[str] | None = None
+) -> Iterator[None]:
     """``with enabled(): ...`` - :func:`enable` for a block of code.  Process-wide, like the switch itself."""
     before = is_enabled()
-    enable()
-    try:
-        yield
-    finally:
-        _switch(before)
+    with override():  # puts back the patterns
+        enable(include=include, exclude=exclude)
+        try:
+            yield
+        finally:
+            _switch(before)
 
 
 def compose(custom_pass: Any) -> Any:

@@ -29,16 +29,28 @@ def location(node: fx.Node) -> tuple[str | None, str | None]:
 
 def module(node: fx.Node) -> str | None:
     """The path of the innermost module that the node belongs to, as in ``model.layers.0.self_attn``."""
-    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
-    if not stack:
+    around = modules(node)
+    if not around:
         return None
-    entry = list(stack.values())[-1]
+    path, kind = around[-1]
+    return path or kind
+
+
+def modules(node: fx.Node) -> list[tuple[str, str | None]]:
+    """(path, class name) of each module that the node belongs to, outermost first.
+
+    The module that is compiled itself isn't among them: Dynamo doesn't name it.
+    """
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    return [(_path(entry), type_name(entry)) for entry in stack.values()]
+
+
+def _path(entry: Any) -> str:
     path = str(entry[0] if isinstance(entry, tuple) else entry)
     path = re.sub(r"^L\[['\"]self['\"]\]\.?|^L__self___?", "", path)
     path = re.sub(r"\.?(_modules|__dict__)\b", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).lstrip(".")
-    path = re.sub(r"^L\.(args\.\d+|\w+)\.?", "", path)  # the module was an argument of what was compiled
-    return path or type_name(entry)
+    return re.sub(r"^L\.(args\.\d+|\w+)\.?", "", path)  # the module was an argument of what was compiled
 
 
 def type_name(entry: Any) -> str | None:

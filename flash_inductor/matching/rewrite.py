@@ -16,7 +16,7 @@ from ..config import get_config
 from ..ops import attn, choice
 from ..report import Site, record
 from ..spec import AttentionSpec
-from . import bodies, canonical, effects, emit, encoder_layer, locate, mha, safety, sites
+from . import bodies, canonical, effects, emit, encoder_layer, locate, mha, safety, scope, sites
 from .operands import check_kept
 from .plan import Plan
 from .program import Program, Refused
@@ -78,6 +78,9 @@ def _rewrite(graph: fx.Graph, fragile: frozenset[fx.Node]) -> list[Site]:
         where, source = locate.location(place)
         module = locate.module(place)
         try:
+            unwanted = scope.left_out(place, where)
+            if unwanted is not None:
+                raise Refused(unwanted)
             replace(program, outcome)
             program = Program(graph, program)
         except Refused as refusal:

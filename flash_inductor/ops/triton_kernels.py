@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from ..kernels.backward import grad_key_value_kernel, grad_query_kernel
-from ..kernels.configs import Config, Kind, configs
+from ..kernels.configs import Config, Kind
 from ..kernels.forward import forward_kernel
 from ..kernels.grad_bias import CHUNK, grad_bias_kernel
 from ..spec import MaskSpec
@@ -22,6 +22,7 @@ from .cuda_features import pack, pair_bytes
 from .extras import Extras
 from .layout import empty_like_layout
 from .ranges import block_ranges, is_padding
+from .tiles import tile_configs
 
 
 def forward(
@@ -215,7 +216,7 @@ def block_dim(dim: int) -> int:
 def _configs(kind: Kind, query: Tensor, value: Tensor, extra_bytes: int) -> tuple[Config, ...]:
     capability, limit = device_limits(query.device.index) if query.is_cuda else (0, None)
     blocks = block_dim(query.shape[3]), block_dim(value.shape[3])
-    return configs(kind, capability, *blocks, query.element_size(), limit, extra_bytes)
+    return tile_configs(kind, capability, *blocks, query.element_size(), limit, extra_bytes)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -15,6 +15,7 @@ from harness import qkv
 from torch import Tensor
 from torch._inductor import select_algorithm
 
+from flash_inductor import override
 from flash_inductor._compat import inductor
 from flash_inductor.kernels.configs import configs, shared_memory_bytes
 from flash_inductor.lowering import choices
@@ -147,3 +148,16 @@ def test_both_ways_autotuning_returns(returned: Any) -> None:
 
 def test_a_template_can_be_loaded_twice() -> None:
     assert choices.load_template("forward", choices.query_grid) is choices.load_template("forward", choices.query_grid)
+
+
+def test_tiles_of_the_users_own() -> None:
+    tiles = {"fwd": {"block_m": 32, "block_n": 16, "num_warps": 2, "num_stages": 1}, "dkdv": {"block_n": 128}}
+    limit = ARCHS["sm90"].shared_memory
+    with override(kernel_options=tiles):
+        lowered = lower(causal, inputs())
+        with stubbed_benchmark() as offered:
+            lower(causal, inputs(), **MEASURE)
+    dq, dkdv = (configs(kind, 90, 64, 64, 2, limit)[0] for kind in ("dq", "dkdv"))
+    assert blocks(lowered.text) == [(32, 16, 2, 1), dq, dkdv._replace(block_n=128)]
+    assert "flashbwd_forward" not in offered or len(offered["flashbwd_forward"]) == 1
+    assert len(offered["flashbwd_grad_query"]) > 1
