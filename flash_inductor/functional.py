@@ -99,8 +99,9 @@ def attention(
         bias: added to the scores, each dim 1 or that of [batch, heads, length, key length], any floating dtype; nothing
             is expanded in memory. Differentiable. Where it is -inf the key isn't seen.
         mask: bool, True where the key is seen, shaped like ``bias``. Key padding is [batch, 1, 1, key length].
-        query_segments, key_segments: integers that fit int32, [batch or 1, length] and [batch or 1, key length], both
-            or neither: documents packed into one sequence, or chunks. A query sees the keys of its own segment.
+        query_segments: integers that fit int32, [batch or 1, length]: documents packed into one sequence, or chunks. A
+            query sees the keys of its own segment.
+        key_segments: [batch or 1, key length]; given if ``query_segments`` is.
         sinks: [heads], a further logit in each row's softmax that has no value (gpt-oss). Differentiable.
         dropout_p: probability with which each probability is dropped; the others are divided by 1 - dropout_p. Applied
             whenever it isn't 0: pass 0 in evaluation.

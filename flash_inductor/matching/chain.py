@@ -106,7 +106,7 @@ def walk(program: Program, node: Arg, at: fx.Node, depth: int = 0) -> Chain:
         raise Refused(f"the scores come from `{name}`, which isn't a product of query and key")
     if c.op in products.OPS:
         return _product(program, c)
-    step = _STEPS.get(c.op)
+    step = STEPS.get(c.op)
     if step is None:
         raise Refused(f"`{c.op}` between the score product and the softmax isn't understood")
     return step(program, c, depth + 1)
@@ -304,7 +304,8 @@ def _cat(program: Program, c: Call, depth: int) -> Chain:
     return walk(program, found.scores, c.node, depth).then(c.node, Sink(found.sinks, c.node, found.first))
 
 
-_STEPS: dict[str, Any] = {
+# What the walk understands, by canonical name; ``sites`` looks through the same to tell attention from other softmaxes.
+STEPS: dict[str, Any] = {
     "cat": _cat,
     "mul": _scale,
     "div": _scale,

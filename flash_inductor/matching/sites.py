@@ -220,12 +220,13 @@ def _autocast(first: products.Product, second: products.Product) -> torch.dtype 
 
 # --- a cheap look at whether a softmax is attention at all
 
-_THROUGH_SCORES = frozenset(
-    "add sub rsub mul div tanh where masked_fill cast dropout contiguous clone view reshape flatten unflatten cat "  # noqa: SIM905
-    "clamp transpose permute max maximum minimum detach copy view_as".split()
-)
-_THROUGH_PROBABILITIES = _THROUGH_SCORES | {"getitem", "slice", "narrow", "setitem"}
+_ALSO_THROUGH_SCORES = {"copy", "detach", "minimum", "permute", "transpose"}  # besides the steps of the walk
+_ALSO_THROUGH_PROBABILITIES = {"getitem", "slice", "narrow", "setitem"}
 _LOOK_AT = 200
+
+
+def _through_scores(c: Call) -> bool:
+    return c.op in chain.STEPS or c.op in _ALSO_THROUGH_SCORES
 
 
 def _follows_product(program: Program, softmax: fx.Node) -> bool:
@@ -240,7 +241,7 @@ def _follows_product(program: Program, softmax: fx.Node) -> bool:
                 continue
             if c.op in products.OPS:
                 return True
-            if c.op in _THROUGH_SCORES:
+            if _through_scores(c):
                 seen.add(source)
                 pending.append(source)
     return False
@@ -256,7 +257,7 @@ def _reaches_product(softmax: fx.Node) -> fx.Node | None:
                 continue
             if c.op in products.OPS:
                 return user
-            if c.op in _THROUGH_PROBABILITIES:
+            if _through_scores(c) or c.op in _ALSO_THROUGH_PROBABILITIES:
                 seen.add(user)
                 pending.append(user)
     return None
