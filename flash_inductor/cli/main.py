@@ -11,10 +11,10 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from . import demo
+from . import demo, doctor, explain
 from .errors import UsageError, is_out_of_memory
 
-COMMANDS = (demo,)
+COMMANDS = (demo, doctor, explain)
 OK, PROBLEM, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 
 

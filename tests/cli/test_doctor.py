@@ -1,0 +1,106 @@
+"""flash-inductor doctor: a sound machine, and each problem it is to name with a remedy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import flash_inductor
+from flash_inductor.cli import checks, main, selftest
+from flash_inductor.cli.checks import Check
+
+
+def test_a_sound_machine_is_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cpu", "--json"]) == 0
+    done = capsys.readouterr()
+    data = json.loads(done.out)
+    assert data["ok"] and data["version"] == flash_inductor.__version__
+    names = [check["name"] for check in data["checks"]]
+    assert {"torch", "triton", "C++ compiler", "settings", "compiled model, forward and backward"} <= set(names)
+    assert sum(name.startswith("op, ") for name in names) == 3
+    assert {row["kernel"] for row in data["kernels"]} == {"ATen CPU flash", "tiled CPU kernel"}
+    assert "everything works" in done.err and not flash_inductor.is_enabled()
+
+
+def test_a_problem_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("flash_inductor.cli.selftest.CASES", {})
+    monkeypatch.setattr("flash_inductor._compat.toolchain.cpp_compiler", lambda: None)
+    assert main(["doctor", "--device", "cpu"]) == 1
+    text = capsys.readouterr().out
+    assert "✗ C++ compiler: none" in text and "what to do: install g++" in text and "1 problem" in text
+    assert "compiled model" not in text  # it would fail for the reason named
+
+
+def test_a_gpu_asked_for_and_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", "--device", "cuda"]) == 1
+    assert "✗ GPU: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("2.10.1", "problem"), ("2.11.0", "ok"), ("2.15.0.dev2026", "ok"), ("2.16.0", "warning"), ("3.0", "warning")],
+)
+def test_versions_of_torch(version: str, status: str) -> None:
+    check = checks.torch_version(version)
+    assert check.status == status and (check.remedy is None) is (status == "ok")
+
+
+def test_an_old_gpu_and_a_missing_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.one_gpu("T4", (7, 5)).status == "problem" and "8.0" in (checks.one_gpu("T4", (7, 5)).remedy or "")
+    assert checks.one_gpu("A100", (8, 0)).status == "ok"
+    monkeypatch.setitem(__import__("sys").modules, "triton", None)
+    assert [checks.triton(device).status for device in ("cpu", "cuda")] == ["info", "problem"]
+
+
+def test_c_compiler_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    assert checks.compiler("cuda").status == "ok"
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert checks.compiler("cuda").status == "problem"
+
+
+def test_settings_and_variables() -> None:
+    with flash_inductor.override(cpu="off"):
+        found = list(checks.settings({"FLASH_INDUCTOR_KERNELS": "gluon", "FLASH_INDUCTOR_XYZZY": "1", "HOME": "/"}))
+    assert [(c.name, c.status) for c in found] == [
+        ("settings", "info"),
+        ("cpu=off", "warning"),
+        ("FLASH_INDUCTOR_KERNELS", "warning"),
+        ("FLASH_INDUCTOR_XYZZY", "warning"),
+    ]
+    assert "cpu='off'" in found[0].text and found[2].remedy == "write FLASH_INDUCTOR_KERNEL"
+    assert [c.name for c in checks.settings({"FLASH_INDUCTOR_CPU": "on"})] == ["settings"]
+
+
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.ops.flashbwd.attn
+
+    def wrong(query: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = real(query, *args, **options)
+        return out * 1.001, lse
+
+    monkeypatch.setattr(torch.ops.flashbwd, "attn", wrong)
+    found = [test() for _, test in selftest.tests("cpu", compile_too=False)]
+    assert [c.status for c in found] == ["problem"] * 3
+    assert all("exceeds" in c.text and c.remedy == selftest.REPORT for c in found)
+
+
+def test_a_model_that_is_not_rewritten_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flash_inductor.cli.selftest.CASES", {})
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    (found,) = [test() for _, test in selftest.tests("cpu")]
+    assert found.status == "problem" and "left alone: it was not found" in found.text
+
+
+def test_checks_are_plain_data() -> None:
+    assert Check("a", "ok", "b").to_dict() == {"name": "a", "status": "ok", "text": "b", "remedy": None}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["device"] == "cuda" and any(check["name"].endswith(", triton") for check in data["checks"])
