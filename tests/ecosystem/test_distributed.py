@@ -71,11 +71,11 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2), Replicate()], ids=str)
-def test_a_dtensor_is_refused_with_one_clear_error(mesh: Any, placement: Any) -> None:
-    """Stock on the CPU refuses too.  What was sharded by length would be wrong if each rank saw its own part only."""
-    inputs = [distribute_tensor(x, mesh, [placement]) for x in make_qkv()]
-    with pytest.raises(NotImplementedError, match=r"flashbwd.attn.default.*sharding strategy"):
-        flash_inductor.attention(*inputs, is_causal=True)
+def test_a_dtensor_of_one_rank_is_its_local_tensor(mesh: Any, placement: Any) -> None:
+    """Of more ranks: tests/distributed."""
+    inputs = [x.detach() for x in make_qkv()]
+    out = flash_inductor.attention(*(distribute_tensor(x, mesh, [placement]) for x in inputs), is_causal=True)
+    torch.testing.assert_close(out.full_tensor(), causal(*inputs))  # type: ignore[attr-defined]
 
 
 def test_local_tensors_of_a_dtensor_are_ordinary(mesh: Any) -> None:
