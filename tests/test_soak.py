@@ -40,7 +40,7 @@ def runs() -> dict[str, Any]:
 
 
 def test_a_good_run(soak: ModuleType) -> None:
-    summary, problems = soak.judge(runs(), layers=2, cuda=True)
+    summary, problems = soak.judge(runs(), layers=2)
     assert problems == []
     assert summary["loss_distance"]["plugin"] == pytest.approx(0.002)
 
@@ -50,6 +50,7 @@ def test_a_good_run(soak: ModuleType) -> None:
     [
         (lambda r: r["plugin"]["memory"]["40"].update(allocated=1020), "allocated memory grew by 2.0%"),
         (lambda r: r["plugin"]["memory"]["40"].update(reserved=2200), "reserved memory grew by 10.0%"),
+        (lambda r: r["plugin"].update(memory={"4": {"resident": 10}, "40": {"resident": 11}}), "resident memory grew"),
         (lambda r: r["plugin"]["graphs"].update({"40": 3}), "2 graphs were compiled after"),
         (lambda r: r["plugin"].update(graphs={"4": 2, "40": 2}), "2 graphs were compiled, 1 by stock"),
         (lambda r: r["plugin"].update(sites=[True]), "expected 2 replaced"),
@@ -63,7 +64,7 @@ def test_a_good_run(soak: ModuleType) -> None:
 def test_what_is_wrong_is_said(soak: ModuleType, change: Callable[[Any], Any], words: str) -> None:
     spoilt = copy.deepcopy(runs())
     change(spoilt)
-    _, problems = soak.judge(spoilt, layers=2, cuda=True)
+    _, problems = soak.judge(spoilt, layers=2)
     assert any(words in text for text in problems), problems
 
 
@@ -77,14 +78,14 @@ def test_lengths_change_and_the_longest_comes_first(soak: ModuleType) -> None:
 def test_two_variants_learn_the_same(soak: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are rewritten as in a real run, but executed without Inductor: it's quick."""
 
-    def compile_quickly(model: Any, **options: Any) -> Any:
+    def compile_quickly(model: Any, *, options: Any) -> Any:  # Inductor's
         def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             if flash_inductor.is_enabled():
                 rewrite_or_leave(gm.graph)
                 gm.recompile()
             return gm.forward
 
-        return compile_for_real(model, backend=backend, **options)
+        return compile_for_real(model, backend=backend)
 
     monkeypatch.setattr(torch, "compile", compile_quickly)
     args = soak.parse(["--device", "cpu", "--steps", "8"])
