@@ -6,6 +6,7 @@
 
 Importing the package registers the ``flashbwd`` ops and a pass that puts the package's sources into Inductor's cache
 keys.  It rewrites nothing before :func:`enable` and does not import torch._inductor.
+Where transformers is imported too, ``attn_implementation="flash_inductor"`` is known to it.
 """
 
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
@@ -54,5 +55,13 @@ __all__ = [
     "set_config",
 ]
 
+
+def _register_with_transformers() -> None:
+    from .integrations.transformers import register
+
+    register()
+
+
 install_when_inductor_is_imported()
 _hooks.when_imported(_hooks.BACKEND_REGISTRY, lambda: _hooks.register_backend("flash_inductor", _backend))
+_hooks.when_imported("transformers.modeling_utils", _register_with_transformers)

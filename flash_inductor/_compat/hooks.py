@@ -60,11 +60,40 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
+class _NextImport(importlib.abc.MetaPathFinder):
+    """Calls back once, when the next module is looked for after one that is being imported is complete."""
+
+    def __init__(self, module: ModuleType, callback: Callable[[], None]) -> None:
+        self.module = module
+        self.callback = callback
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not _is_being_imported(self.module):
+            sys.meta_path.remove(self)
+            try:
+                self.callback()
+            except Exception:  # the import of something else, which must not fail
+                log.exception("flash_inductor could not install itself into %s; please report this", self.module)
+        return None
+
+
+def _is_being_imported(module: ModuleType) -> bool:
+    return bool(getattr(module.__spec__, "_initializing", False))
+
+
 def when_imported(name: str, callback: Callable[[], None]) -> None:
-    """Call back now if the module is imported already, else right after it is."""
+    """Call back now if the module is imported already, else right after it is.
+
+    If this thread is just importing it, call back when the next module is imported after that.
+    """
     if name in sys.modules:
-        importlib.import_module(name)  # waits for a thread that is just importing it
-        callback()
+        module = importlib.import_module(name)  # waits for another thread that is just importing it
+        if _is_being_imported(module):
+            sys.meta_path.insert(0, _NextImport(module, callback))
+        else:
+            callback()
     else:
         sys.meta_path.insert(0, _AfterImport(name, callback))
 
