@@ -1,9 +1,8 @@
-"""The walk from a softmax back to the score product, and what the steps on the way amount to."""
+"""The walk from a softmax back to the score product."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,63 +10,11 @@ from torch import fx
 
 from . import canonical, products, sinks
 from .canonical import Arg, Call, tensor
-from .masks import NEGLIGIBLE
 from .products import Product
 from .program import Program, Refused, constant, same_shape, same_size
+from .scoring import Cast, Floor, Mask, Scale, Shift, Sink, Step, Tanh
 
 MAX_STEPS = 64
-
-
-@dataclass(frozen=True)
-class Scale:
-    factor: float
-
-
-@dataclass(frozen=True)
-class Tanh:
-    pass
-
-
-@dataclass(frozen=True)
-class Shift:
-    """A number for each row is subtracted, or one for all is added, which softmax doesn't see."""
-
-
-@dataclass(frozen=True)
-class Floor:
-    """Scores of -inf become finite, which is seen in a row that sees nothing."""
-
-
-@dataclass(frozen=True)
-class Cast:
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Mask:
-    """``kind`` "keep", "drop" (bool, see masks.prove) with the score of hidden pairs, or "additive".
-
-    ``factor``: what the scores were scaled by after an additive mask; negative if it is subtracted.
-    """
-
-    kind: str
-    mask: fx.Node
-    at: fx.Node
-    fill: float = -math.inf
-    factor: float = 1.0
-    floor: bool = False  # -inf is made finite afterwards
-
-
-@dataclass(frozen=True)
-class Sink:
-    """A column of ``node`` [..., queries, 1] is put behind the scores, or before them; see sinks.py."""
-
-    node: fx.Node
-    at: fx.Node
-    first: bool
-
-
-Step = Scale | Tanh | Shift | Floor | Cast | Mask | Sink
 
 
 @dataclass
@@ -85,30 +32,27 @@ class Chain:
         return self
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """scores = mask(softcap(scale * q @ k.T))."""
-
-    scale: float
-    softcap: float | None
-    masks: list[Mask]
-    dtypes: set[torch.dtype]
-    sink: Sink | None = None
-
-
 def walk(program: Program, node: Arg, at: fx.Node, depth: int = 0) -> Chain:
     """The chain from the score product to what ``node`` holds when ``at`` runs.  Raises Refused."""
     if depth > MAX_STEPS:
-        raise Refused("the chain between the score product and the softmax is too long")
+        raise Refused(
+            "the chain between the score product and the softmax is too long; apply scale and masks in fewer steps"
+        )
     c = program.value(node, at)
     if c is None or tensor(c.node) is None:
         name = node.name if isinstance(node, fx.Node) else str(node)
-        raise Refused(f"the scores come from `{name}`, which isn't a product of query and key")
+        raise Refused(
+            f"the scores come from `{name}`, which isn't a product of query and key; "
+            "compute them with one matmul, bmm or einsum of query and key"
+        )
     if c.op in products.OPS:
         return _product(program, c)
     step = STEPS.get(c.op)
     if step is None:
-        raise Refused(f"`{c.op}` between the score product and the softmax isn't understood")
+        raise Refused(
+            f"`{c.op}` between the score product and the softmax isn't understood; "
+            "write it as in docs/patterns.md, or call flash_inductor.attention"
+        )
     return step(program, c, depth + 1)
 
 
@@ -117,25 +61,25 @@ def _product(program: Program, c: Call) -> Chain:
     if c.op == "baddbmm":
         alpha, beta = constant(program, c.get("alpha", 1), c.node), constant(program, c.get("beta", 1), c.node)
         if alpha is None or beta not in (0.0, 1.0):
-            raise Refused("baddbmm needs a constant alpha, and a beta of 0 or 1")
+            raise Refused("baddbmm needs a constant alpha, and a beta of 0 or 1; use Python numbers, or matmul")
         chain.steps.append(Scale(alpha))
         if beta == 1.0:
             chain.steps.append(Mask("additive", c["input"], c.node))
     elif set(c.args) - {"input", "other", "equation", "operands"}:
-        raise Refused(f"an argument of the score product isn't understood: {sorted(c.args)}")
+        raise Refused(f"the score product has other arguments ({', '.join(sorted(c.args))}); use matmul, bmm or einsum")
     return chain
 
 
 def _only(c: Call, *names: str) -> None:
     extra = [k for k, v in c.args.items() if k not in names and v is not None and not (k == "alpha" and v == 1)]
     if extra:
-        raise Refused(f"the argument `{extra[0]}` of `{c.op}` on the scores isn't understood")
+        raise Refused(f"the argument `{extra[0]}` of `{c.op}` on the scores isn't understood; leave it out")
 
 
 def _inner(program: Program, c: Call, node: Arg, depth: int) -> Chain:
     """The chain up to an operand of ``c`` that is as large as the result."""
     if not isinstance(node, fx.Node) or not same_shape(tensor(node), tensor(c.node)):
-        raise Refused(f"`{c.op}` broadcasts the scores to another shape")
+        raise Refused(f"`{c.op}` broadcasts the scores to another shape; expand query or key before their product")
     return walk(program, node, c.node, depth)
 
 
@@ -154,7 +98,7 @@ def _scale(program: Program, c: Call, depth: int) -> Chain:
         )
     if c.op == "div":
         if factor == 0:
-            raise Refused("the scores are divided by 0")
+            raise Refused("the scores are divided by 0; divide by the square root of the head dim")
         factor = 1 / factor
     return _inner(program, c, a, depth).then(c.node, Scale(factor))
 
@@ -172,22 +116,24 @@ def _same(program: Program, c: Call, depth: int) -> Chain:
 def _cast(program: Program, c: Call, depth: int) -> Chain:
     source, result = tensor(c["input"]), tensor(c.node)
     if source is None or result is None or source.device != result.device:
-        raise Refused("the scores are moved to another device")
+        raise Refused("the scores are moved to another device; keep query, key and value on one device")
     if not (result.dtype.is_floating_point and source.dtype.is_floating_point):
-        raise Refused(f"the scores are cast to {result.dtype}")
+        raise Refused(f"the scores are cast to {result.dtype}; keep a floating-point dtype")
     return _inner(program, c, c["input"], depth).then(c.node, Cast(result.dtype))
 
 
 def _dropout(program: Program, c: Call, depth: int) -> Chain:
     if c.get("training", True) is not False and constant(program, c.get("p", 0.5), c.node) != 0:
-        raise Refused("the scores are dropped out before the softmax; the op does that after it")
+        raise Refused("the scores are dropped out before the softmax; drop out the probabilities instead")
     return _same(program, Call(c.op, {"input": c["input"]}, c.node), depth)
 
 
 def _reshape(program: Program, c: Call, depth: int) -> Chain:
     source = c["input"]
     if not regroups_leading_dims(source, c.node):
-        raise Refused(f"`{c.op}` rearranges the query or key dim of the scores")
+        raise Refused(
+            f"`{c.op}` rearranges the query or key dim of the scores; reshape only batch and heads between the products"
+        )
     chain = walk(program, source, c.node, depth).then(c.node)
     if not same_shape(tensor(source), tensor(c.node)):
         chain.regrouped = True
@@ -209,7 +155,9 @@ def _scores_and_other(program: Program, c: Call, depth: int) -> tuple[Chain, fx.
     reasons: list[Refused] = []
     for scores, mask in ((c["input"], c["other"]), (c["other"], c["input"])):
         if not isinstance(scores, fx.Node) or not isinstance(mask, fx.Node):
-            raise Refused("something that is no tensor is added to the scores")
+            raise Refused(
+                "something that is no tensor is added to the scores; leave a number out, which changes no softmax"
+            )
         try:
             chain = _inner(program, c, scores, depth)
         except Refused as reason:
@@ -217,7 +165,10 @@ def _scores_and_other(program: Program, c: Call, depth: int) -> tuple[Chain, fx.
             continue
         found.append((chain, mask))
     if len(found) == 2:
-        raise Refused("the scores are a sum of two products (a bias that depends on the content)")
+        raise Refused(
+            "the scores are a sum of two products (a bias that depends on the content); "
+            "nothing to do: the op takes no second product; a bias that is computed before is one"
+        )
     if not found:
         raise _best_reason(reasons)
     return found[0]
@@ -232,7 +183,10 @@ def _sub(program: Program, c: Call, depth: int) -> Chain:
     _only(c, "input", "other")
     scores, other = c["input"], c["other"]
     if c.op == "rsub" or not isinstance(other, fx.Node):
-        raise Refused("the scores are subtracted from something, or a number from them")
+        raise Refused(
+            "the scores are subtracted from something, or a number from them; "
+            "leave the number out, which changes no softmax, and negate the query, not the scores"
+        )
     nodes = _row_maximum(program, other, scores, c.node)
     if nodes is None:
         return _inner(program, c, scores, depth).then(c.node, Mask("additive", other, c.node, factor=-1.0))
@@ -247,7 +201,10 @@ def _lowest(program: Program, c: Call, depth: int) -> Chain:
     scores = tensor(c["input"])
     lowest = scores is not None and limit is not None and limit <= torch.finfo(scores.dtype).min
     if not lowest or (c.op == "max" and tensor(c["dim"]) is None):
-        raise Refused(f"`{c.op}` between the score product and the softmax isn't understood")
+        raise Refused(
+            f"`{c.op}` between the score product and the softmax isn't understood; "
+            "write it as in docs/patterns.md, or call flash_inductor.attention"
+        )
     return _inner(program, c, c["input"], depth).then(c.node, Floor())
 
 
@@ -288,14 +245,17 @@ def _where(program: Program, c: Call, depth: int) -> Chain:
     elif constant(program, yes, c.node) is not None:
         scores, fill, kind = no, _fill(program, yes, c.node), "drop"
     else:
-        raise Refused("the scores are replaced by something that isn't a constant where they are masked")
+        raise Refused(
+            "the scores are replaced by something that isn't a constant where they are masked; "
+            "use masked_fill or where with float('-inf')"
+        )
     return _inner(program, c, scores, depth).then(c.node, Mask(kind, c["condition"], c.node, fill))
 
 
 def _fill(program: Program, value: Arg, at: fx.Node) -> float:
     fill = constant(program, value, at)
     if fill is None:
-        raise Refused("the value of masked scores isn't a constant")
+        raise Refused("the value of masked scores isn't a constant; use float('-inf')")
     return fill
 
 
@@ -340,56 +300,3 @@ def regroups_leading_dims(source: Arg, result: Arg) -> bool:
         and b.dim() >= 2
         and all(same_size(a.shape[d], b.shape[d]) for d in (-2, -1))
     )
-
-
-def interpret(steps: list[Step]) -> Scoring:
-    """What the steps after the product compute, or Refused if no AttentionSpec says it."""
-    scale, cap, masks, dtypes = 1.0, None, [], set()
-    capped: float | None = None  # the factor inside tanh, once there was one
-    sink: Sink | None = None
-    shifted = False
-    for step in steps:
-        if sink is not None and not isinstance(step, (Cast, Shift)):
-            raise Refused("the scores are changed after the attention sink was put next to them; do it before")
-        if isinstance(step, Sink):
-            if shifted:
-                raise Refused("something is subtracted from the scores before the attention sink is put next to them")
-            sink = step
-        elif isinstance(step, Cast):
-            dtypes.add(step.dtype)
-        elif isinstance(step, Mask):
-            masks.append(step)
-        elif isinstance(step, Tanh):
-            if capped is not None or masks:
-                raise Refused("tanh comes twice, or after a mask; a softcap comes once, before the mask")
-            capped, cap = scale, 1.0
-        elif isinstance(step, Shift):
-            shifted = True
-        elif isinstance(step, Floor):
-            masks = [replace(m, floor=True) for m in masks]
-        elif isinstance(step, Scale):
-            if not math.isfinite(step.factor):
-                raise Refused(f"the scores are scaled by {step.factor:g}, which isn't a finite number")
-            if step.factor <= 0 and (masks or cap is not None):
-                raise Refused(f"masked or capped scores are scaled by {step.factor:g}, which isn't a positive number")
-            masks = [_scaled(m, step.factor) for m in masks]
-            if cap is None:
-                scale *= step.factor
-            else:
-                cap *= step.factor
-    if any(isinstance(s, Shift) for s in steps[: _index_of_tanh(steps)]):
-        raise Refused("something is subtracted from the scores before the softcap")
-    if capped is not None and cap is not None:
-        scale = capped * cap  # cap * tanh(capped * x) == cap * tanh(scale * x / cap)
-    for mask in masks:
-        if mask.kind != "additive" and mask.fill > NEGLIGIBLE:
-            raise Refused(f"masked scores are set to {mask.fill:g}, which does not hide them; use float('-inf')")
-    return Scoring(scale, cap, masks, dtypes, sink)
-
-
-def _index_of_tanh(steps: list[Step]) -> int:
-    return next((i for i, s in enumerate(steps) if isinstance(s, Tanh)), 0)
-
-
-def _scaled(mask: Mask, factor: float) -> Mask:
-    return replace(mask, fill=mask.fill * factor, factor=mask.factor * factor)

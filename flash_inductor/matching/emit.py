@@ -78,7 +78,10 @@ class Emitter:
                 return self._of_symbol(expr)
             fn = operator.add if isinstance(expr, sympy.Add) else operator.mul if isinstance(expr, sympy.Mul) else None
             if fn is None:
-                raise Refused(f"the mask's bound {size} can't be computed in the graph")
+                raise Refused(
+                    f"the mask's bound {size} can't be computed in the graph; "
+                    "compile with dynamic=False, or make the mask from sizes of query and key"
+                )
             parts = [build(a) for a in expr.args]
             total = parts[0]
             for part in parts[1:]:
@@ -99,7 +102,10 @@ class Emitter:
                 for dim, size in enumerate(known.shape):
                     if isinstance(size, torch.SymInt) and size.node.expr == symbol:
                         return self.call(aten.sym_size.int, node, dim)
-        raise Refused(f"the size {symbol} isn't computed in this graph")
+        raise Refused(
+            f"the size {symbol} isn't computed in this graph; "
+            "compile with dynamic=False, or make the mask from sizes of query and key"
+        )
 
 
 def _operand(e: Emitter, plan: Plan, source: Input) -> fx.Node:
@@ -197,7 +203,10 @@ def replacement(
         node = _result(e, plan, out)
         new = tensor(node)
         if not same_shape(new, old):
-            raise Refused("the shape of the result could not be kept")
+            raise Refused(
+                "the shape of the result could not be kept; "
+                "compile with dynamic=False, or split the heads with static sizes"
+            )
         if new.dtype is not old.dtype:  # type: ignore[union-attr]
             node = e.call(aten.to.dtype, node, old.dtype)
         elif private:
@@ -207,7 +216,9 @@ def replacement(
         return e, node
     except (TypeError, ValueError, NotImplementedError) as error:
         e.undo()
-        raise Refused(f"the op does not take these inputs: {error}") from error
+        raise Refused(
+            f"the op does not take these inputs ({error}); give it what the message expects, or report this"
+        ) from error
     except Exception:
         e.undo()
         raise

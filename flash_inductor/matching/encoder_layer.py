@@ -44,15 +44,21 @@ def open_call(program: Program, node: fx.Node) -> Opened:
     source = safety.check_tensor(args["src"], "query")
     heads, width = args["num_heads"], args["embed_dim"]
     if source.dim() != 3 or not isinstance(heads, int) or not isinstance(width, int):
-        raise Refused("the encoder layer's input isn't [batch, length, embedding] with a constant embedding")
+        raise Refused(
+            "the encoder layer's input isn't [batch, length, embedding] with a constant embedding; "
+            "mark only batch and length as dynamic, and pass three dims"
+        )
     if not isinstance(args["use_gelu"], bool) or not isinstance(args["norm_first"], bool):
-        raise Refused("the encoder layer's options aren't constants")
+        raise Refused("the encoder layer's options aren't constants; use Python numbers and bools")
     e = Emitter(node, args["src"])
     try:
         sdpa, result = _emit(e, args, heads, width)
         new, old = tensor(result), tensor(node)
         if new is None or old is None or new.shape != old.shape or new.dtype is not old.dtype:
-            raise Refused("the result of the encoder layer could not be kept")
+            raise Refused(
+                "the result of the encoder layer could not be kept; "
+                "compile with dynamic=False, or use batch_first=True and dense inputs"
+            )
         return Opened(node, sdpa, result, e, first_of_several=False)
     except Exception:
         e.undo()
@@ -86,7 +92,10 @@ def _mask(e: Emitter, args: dict[str, Any]) -> fx.Node | None:
     if mask is None:
         return None
     if value is None or (kind, value.dim()) not in ((0, 2), (1, 2), (2, 4)):
-        raise Refused("the encoder layer's mask isn't understood")
+        raise Refused(
+            "the encoder layer's mask isn't understood; "
+            "pass src_mask or src_key_padding_mask as bool or float tensors, or is_causal=True with src_mask"
+        )
     if kind == 1:
         mask = e.call(aten.unsqueeze.default, e.call(aten.unsqueeze.default, mask, 1), 1)
     if value.dtype is not torch.bool:

@@ -42,7 +42,11 @@ def resolve(program: Program, mask: Arg, kind: str, place: Place) -> MaskProof:
         if proof.ceiling * place.factor <= NEGLIGIBLE:
             return proof
     if not isinstance(mask, fx.Node) or canonical.tensor(mask) is None:
-        raise Refused(proof.reason if isinstance(proof, Refusal) else "the mask is not a tensor")
+        raise Refused(
+            proof.reason
+            if isinstance(proof, Refusal)
+            else "the mask is not a tensor; pass a bool or float one, or None"
+        )
     return _Splitter(program, place, proof).run(mask, kind)
 
 
@@ -57,7 +61,9 @@ class _Splitter:
         tensor = canonical.tensor(mask)
         assert tensor is not None  # the caller looked
         if kind != "additive" and tensor.dtype is not torch.bool:
-            raise Refused(f"the mask is {tensor.dtype} where a bool is expected")
+            raise Refused(
+                f"the mask is {tensor.dtype} where a bool is expected; compare it, as in mask > 0, or pass a bool mask"
+            )
         finite = kind != "additive" and self.place.fill != -math.inf
         try:
             if isinstance(value, Sum):
@@ -178,7 +184,10 @@ class _Splitter:
             )
         band = self._band_of(value, kind, finite)
         if self._hides_a_row(mask, kind, finite):
-            raise Refused("a row of the mask hides every key, so that softmax averages over all of them")
+            raise Refused(
+                "a row of the mask hides every key, so that softmax averages over all of them; "
+                "use float('-inf') or a bool mask, or let each query see a key"
+            )
         part = Part.whole(mask, place.at, place.table)
         return replace(band, finite=finite, operands=Operands(mask=(replace(part, negated=kind == "drop"),)))
 
@@ -192,7 +201,7 @@ class _Splitter:
         except Unknown:
             return full
         if visible.is_false:
-            raise Refused("the mask hides everything")
+            raise Refused("the mask hides everything; let each query see a key")
         if visible.negated:
             return full
         atoms = bands_within_segments(self.program, visible.atoms)
@@ -214,7 +223,7 @@ class _Splitter:
                 visible, _ = masks.visible_where(self._signed(value), "additive", tensor.dtype)
                 masks.checked(masks.band(visible, self.place.table), True, *self.place.table[-2:])
             except masks.SeesNothing as reason:
-                raise Refused(str(reason)) from reason
+                raise Refused(Refusal(str(reason)).reason) from reason
             except Unknown:
                 pass
         with unset_fake_temporarily(), torch.no_grad():
@@ -222,7 +231,10 @@ class _Splitter:
             if not isinstance(real, str) and real.tensor.dim():
                 added = real.tensor.double() * self.place.factor
                 if bool((added.amax(-1) <= NEGLIGIBLE).any()):
-                    raise Refused("a row of the mask hides every key, so that softmax averages over all of them")
+                    raise Refused(
+                        "a row of the mask hides every key, so that softmax averages over all of them; "
+                        "use float('-inf') or a bool mask, or let each query see a key"
+                    )
 
     def _hides_a_row(self, mask: fx.Node, kind: str, finite: bool) -> bool:
         """Whether a row is known to see nothing, where the scores of hidden pairs are finite: it gets a mean then."""

@@ -29,11 +29,18 @@ class SeesNothing(Unknown):
     """The mask hides a row, or may, where that is not as if it were 0."""
 
 
+REMEDY = "make the mask by comparing torch.arange's, or pass a finished bool or float mask to the compiled function"
+
+
 @dataclass(frozen=True)
 class Refusal:
-    """Why a mask can't be used, as a sentence with a remedy."""
+    """Why a mask can't be used, as a sentence with a remedy: of its own, or what helps with any mask."""
 
     reason: str
+
+    def __post_init__(self) -> None:
+        if "; " not in self.reason:
+            object.__setattr__(self, "reason", f"{self.reason}; {REMEDY}")
 
 
 @dataclass(frozen=True)

@@ -65,24 +65,34 @@ def open_call(program: Program, node: fx.Node) -> Opened:
     args = _arguments(node)
     outputs = canonical.value(node)
     if not isinstance(outputs, (tuple, list)) or not isinstance(outputs[0], torch.Tensor):
-        raise Refused(f"the shapes of {FORM} are not known")
+        raise Refused(f"the shapes of {FORM} are not known; compile with dynamic=False")
     _check_users(node)
     for name in ("bias_k", "bias_v", "static_k", "static_v"):
         if args[name] is not None:
-            raise Refused(f"the attention has {name}, which the op can't do")
+            raise Refused(
+                f"the attention has {name}, which the op can't do; leave it out; the plugin can't help otherwise"
+            )
     if args["add_zero_attn"]:
-        raise Refused("the attention has add_zero_attn=True, which the op can't do")
+        raise Refused(
+            "the attention has add_zero_attn=True, which the op can't do; "
+            "leave add_zero_attn out; the plugin can't help otherwise"
+        )
     if args["use_separate_proj_weight"] not in (True, False) or args["is_causal"] not in (True, False):
-        raise Refused(f"the arguments of {FORM} aren't constants")
+        raise Refused(f"the arguments of {FORM} aren't constants; use Python numbers and bools")
     for role in ("query", "key", "value"):
         if safety.check_tensor(args[role], role).dim() not in (2, 3):
-            raise Refused(f"the {role} of {FORM} has neither two nor three dims")
+            raise Refused(
+                f"the {role} of {FORM} has neither two nor three dims; "
+                "pass [length, batch, embedding], or [batch, length, embedding] with batch_first=True"
+            )
     dropout = constant(program, args["dropout_p"], node) if args["training"] else 0.0
     if dropout is None:
         raise Refused("the dropout probability isn't a constant; use a Python number")
     heads = args["num_heads"]
     if not isinstance(heads, int) or not isinstance(outputs[0].shape[-1], int):
-        raise Refused("the number of heads and the embedding dim must be constants")
+        raise Refused(
+            "the number of heads and the embedding dim must be constants; mark only batch and length as dynamic"
+        )
     emitter = Emitter(node, args["query"])
     try:
         return _Opening(node, args, emitter, heads, dropout).run(outputs[0])
@@ -136,7 +146,10 @@ class _Opening:
         new = tensor(result)
         assert new is not None  # emitted with its value
         if new.shape != output.shape or new.dtype is not output.dtype:
-            raise Refused(f"{FORM} gives {output.dtype} {list(output.shape)}, which could not be kept")
+            raise Refused(
+                f"{FORM} gives {output.dtype} {list(output.shape)}, which could not be kept; "
+                "compile with dynamic=False, or pass dense query, key and value of one dtype"
+            )
         return Opened(self.node, sdpa, result, self.e)
 
     def _batched(self, node: fx.Node, unbatched: bool) -> fx.Node:
@@ -182,19 +195,19 @@ class _Opening:
         """SDPA's mask and causal flag.  Here a True in a bool mask hides, in SDPA's it shows."""
         mask, padding, causal = (self.args[x] for x in ("attn_mask", "key_padding_mask", "is_causal"))
         if causal and mask is None:
-            raise Refused("is_causal=True needs attn_mask, torch raises an error here")
+            raise Refused("is_causal=True needs attn_mask, torch raises an error here; pass attn_mask too")
         if causal and padding is None and not self.args["need_weights"]:
             return None, True  # torch takes the hint for the mask
         hidden: list[fx.Node] = []
         if mask is not None:
             if tensor(mask) is None:
-                raise Refused("attn_mask is not a tensor")
+                raise Refused("attn_mask is not a tensor; pass a bool or float tensor, or None")
             if tensor(mask).dim() == 3:  # type: ignore[union-attr]
                 mask = self.call(aten.unflatten.int, mask, 0, [-1, self.heads])
             hidden.append(mask)
         if padding is not None:
             if tensor(padding) is None:
-                raise Refused("key_padding_mask is not a tensor")
+                raise Refused("key_padding_mask is not a tensor; pass a bool or float tensor, or None")
             for _ in range(3 if unbatched else 2):
                 padding = self.call(aten.unsqueeze.default, padding, 0 if unbatched else 1)
             hidden.append(padding)

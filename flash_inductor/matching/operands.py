@@ -55,10 +55,10 @@ class Part:
         """A tensor as it broadcasts to the table.  Raises Refused if it doesn't."""
         value = tensor(node)
         if value is None:
-            raise Refused("the mask is not a tensor")
+            raise Refused("the mask is not a tensor; pass a bool or float tensor, or None")
         rank, offset = len(table), len(table) - value.dim()
         if offset < 0:
-            raise Refused("the mask has more dims than the scores")
+            raise Refused("the mask has more dims than the scores; give it as many, each 1 or that size")
         index = []
         for d, size in enumerate(value.shape):
             if isinstance(size, int) and size == 1:
@@ -66,7 +66,8 @@ class Part:
             elif same_size(size, table[offset + d]):
                 index.append(axis(offset + d, rank))
             else:
-                raise Refused(f"the mask has size {size} where the scores have {table[offset + d]}")
+                wanted = table[offset + d]
+                raise Refused(f"the mask has size {size} where the scores have {wanted}; give it that size or 1")
         return Part(node, since, tuple(index), tuple(table))
 
     @property
@@ -88,10 +89,12 @@ class Part:
         for linear in self.index:
             dims = [d for d, coef in enumerate(linear.coefs) if coef]
             if len(dims) > 1 or any(linear.coefs[d] != 1 for d in dims) or not isinstance(linear.const, int):
-                return f"`{self.node.name}` is read at indices that aren't a slice of it"
+                return (
+                    f"`{self.node.name}` is read at indices that aren't a slice of it; slice or copy it before its use"
+                )
             used += dims
         if len(used) != len(set(used)):
-            return f"`{self.node.name}` is read along its diagonal"
+            return f"`{self.node.name}` is read along its diagonal; copy it before its use"
         return None
 
 
@@ -117,9 +120,9 @@ class Operands:
         """Both at once.  Raises Refused where there can be only one."""
         for name in ("query_segments", "sinks"):
             if getattr(self, name) is not None and getattr(other, name) is not None:
-                raise Refused(f"the site has two {name.replace('_', ' ')}; the op takes one")
+                raise Refused(f"the site has two {name.replace('_', ' ')}; the op takes one, so merge them")
         if self.dropout_p and other.dropout_p:
-            raise Refused("the probabilities are dropped out twice")
+            raise Refused("the probabilities are dropped out twice; leave one of the dropouts out")
         return Operands(
             (*self.bias, *other.bias),
             (*self.mask, *other.mask),
@@ -202,7 +205,7 @@ def arguments(e: Emitter, plan: Plan, table: Table | None, given: Operands) -> d
     if given.sinks is not None:
         heads, size = tensor(given.sinks), plan.shape(plan.query)[1]
         if heads is None or heads.dim() != 1 or not same_size(heads.shape[0], size):
-            raise Refused("the attention sinks are not one number for each head")
+            raise Refused("the attention sinks are not one number for each head; make them of shape [heads]")
         found["sinks"] = given.sinks
     if given.dropout_p:
         device = tensor(plan.query.node).device  # type: ignore[union-attr] # it was checked
@@ -258,9 +261,9 @@ def _pairs(e: Emitter, plan: Plan, table: Table | None, part: Part) -> fx.Node:
     """A part as [batch, heads, queries, keys] of the op, each dim 1 or full."""
     value, query = tensor(part.node), tensor(plan.query.node)
     if table is None or value is None or query is None:
-        raise Refused("the mask's place in the scores isn't known")
+        raise Refused("the mask's place in the scores isn't known; give the mask as many dims as the scores have")
     if value.device != query.device:
-        raise Refused(f"`{part.node.name}` is on {value.device} and the query on {query.device}")
+        raise Refused(f"`{part.node.name}` is on {value.device} and the query on {query.device}; move it there")
     reason = part.obstacle()
     if reason is not None:
         raise Refused(reason)
@@ -355,7 +358,7 @@ def _merged(e: Emitter, plan: Plan, table: Table, node: fx.Node) -> fx.Node:
     batch, heads = ([x for x in group if x in labels] for group in (plan.query.batch, plan.query.heads))
     order = [labels.index(x) for x in (*batch, *heads)]
     if len(order) != len(labels):
-        raise Refused("the mask has a dim that is neither batch nor heads")
+        raise Refused("the mask has a dim that is neither batch nor heads; leave that dim out")
     if order != list(range(len(order))):
         node = e.call(aten.permute.default, node, [*order, len(order), len(order) + 1])
     node = _one_dim(e, plan, node, len(batch), heads, plan.query.heads)
@@ -389,7 +392,8 @@ def check_kept(program: Any, given: Operands) -> None:
             continue
         writes = program.writes_between(part.node, program.position[part.since], len(program.nodes))
         if writes:
-            raise Refused(f"the mask `{part.node.name}` is written to in place by `{writes[0][0].name}`")
+            writer = writes[0][0].name
+            raise Refused(f"the mask `{part.node.name}` is written to in place by `{writer}`; write to a clone of it")
 
 
 def scaled(part: Part, factor: float) -> Part:

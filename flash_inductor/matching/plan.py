@@ -56,7 +56,10 @@ class Plan:
         for source in (self.query, self.value, self.key):
             if label in source.labels:
                 return source, source.size(label)
-        raise Refused("a dim of the result belongs to none of query, key and value")
+        raise Refused(
+            "a dim of the result belongs to none of query, key and value; "
+            "expand query, key or value before the products"
+        )
 
     def shape(self, which: Input) -> list[Any]:
         """The shape that an input has as the op sees it."""

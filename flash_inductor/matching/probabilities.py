@@ -11,6 +11,7 @@ from . import chain, products, safety, sinks
 from .canonical import Call, call, tensor
 from .products import Label, Scores
 from .program import Program, Refused, constant, same_shape
+from .scoring import Sink
 
 
 @dataclass
@@ -31,12 +32,18 @@ class Tail:
     def probabilities(self) -> fx.Node:
         return self.nodes[-1] if self.nodes else self.softmax
 
-    def check_cut(self, sink: chain.Sink | None) -> None:
+    def check_cut(self, sink: Sink | None) -> None:
         """Raise Refused unless just the column of the sink was taken off."""
         if sink is None and self.cut is not None:
-            raise Refused("only a part of the probabilities is used, which the op can't do")
+            raise Refused(
+                "only a part of the probabilities is used, which the op can't do; "
+                "slice keys and values before the products, or the result after them"
+            )
         if sink is not None and (self.cut is None or not sinks.cuts_off(self.cut, sink)):
-            raise Refused("not just the column of the attention sink is taken off the probabilities")
+            raise Refused(
+                "not just the column of the attention sink is taken off the probabilities; "
+                "take off the sink's column alone, with [..., :-1]"
+            )
 
 
 def walk(program: Program, softmax: fx.Node) -> Tail:
@@ -48,13 +55,22 @@ def walk(program: Program, softmax: fx.Node) -> Tail:
         c = call(user)
         if c is not None and c.op in products.OPS - {"baddbmm"}:
             if set(c.args) - {"input", "other", "equation", "operands"}:
-                raise Refused("an argument of the value product isn't understood")
+                raise Refused(
+                    "an argument of the value product isn't understood; "
+                    "use matmul, bmm or einsum with the probabilities and the values alone"
+                )
             tail.last = user
             return tail
         if c is None or c.args.get("input") is not node:
-            raise Refused(f"`{user.name}` between the softmax and the value product isn't understood")
+            raise Refused(
+                f"`{user.name}` between the softmax and the value product isn't understood; "
+                "write it as in docs/patterns.md, or call flash_inductor.attention"
+            )
         if c.inplace and c.op != "dropout":
-            raise Refused(f"`{user.name}` writes to the probabilities in place")
+            raise Refused(
+                f"`{user.name}` writes to the probabilities in place; "
+                "change keys or values instead, or use an operation that isn't in place"
+            )
         _step(program, tail, c)
         tail.nodes.append(user)
 
@@ -75,21 +91,33 @@ def _step(program: Program, tail: Tail, c: Call) -> None:
     if c.op == "dropout":
         p = dropout(program, c)
         if p and tail.dropout_p:
-            raise Refused("the probabilities are dropped out twice")
+            raise Refused("the probabilities are dropped out twice; leave one of the dropouts out")
         tail.dropout_p = tail.dropout_p or p
     elif c.op in ("view", "reshape", "flatten", "unflatten"):
         if not chain.regroups_leading_dims(c["input"], c.node):
-            raise Refused(f"`{c.node.name}` rearranges the query or key dim of the probabilities")
+            raise Refused(
+                f"`{c.node.name}` rearranges the query or key dim of the probabilities; "
+                "reshape only batch and heads between the products"
+            )
         tail.regrouped = tail.regrouped or not same_shape(source, result)
     elif c.op == "cast":
         if source is None or result is None or source.device != result.device or not result.is_floating_point():
-            raise Refused("the probabilities are moved to another device or no floating-point numbers")
+            raise Refused(
+                "the probabilities are moved to another device or no floating-point numbers; "
+                "keep query, key and value on one device, in floating point"
+            )
     elif c.op in ("getitem", "slice", "narrow"):
         if tail.cut is not None or tail.regrouped:
-            raise Refused("only a part of the probabilities is used, which the op can't do")
+            raise Refused(
+                "only a part of the probabilities is used, which the op can't do; "
+                "slice keys and values before the products, or the result after them"
+            )
         tail.cut = c
     elif c.op not in ("contiguous", "clone"):
-        raise Refused(f"`{c.op}` between the softmax and the value product isn't understood")
+        raise Refused(
+            f"`{c.op}` between the softmax and the value product isn't understood; "
+            "write it as in docs/patterns.md, or call flash_inductor.attention"
+        )
 
 
 def dropout(program: Program, c: Call) -> float:
@@ -105,7 +133,7 @@ def active_dropout(p: float | None) -> float:
     if p is None:
         raise Refused("the dropout probability isn't a constant; use a Python number")
     if not 0 <= p < 1:
-        raise Refused(f"dropout {p:g} of the probabilities; a number from 0 to below 1 is needed")
+        raise Refused(f"dropout {p:g} of the probabilities; use a number from 0 to below 1")
     return p
 
 
@@ -115,5 +143,8 @@ def labels_of(tail: Tail, first: fx.Node, scores: Scores) -> tuple[tuple[Label, 
     if same_shape(tensor(first), after):
         return scores.out, False
     if not scores.masks_ok:
-        raise Refused("the leading dims are regrouped while the key and query dims aren't last")
+        raise Refused(
+            "the leading dims are regrouped while the key and query dims aren't last; "
+            "permute the scores so that queries and keys are the last dims"
+        )
     return (*(f"r{i}" for i in range(after.dim() - 2)), scores.q, scores.k), True

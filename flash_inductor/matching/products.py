@@ -45,12 +45,17 @@ def parse(c: Call) -> Product:
         return _einsum(c)
     a, b = (c.get("batch1"), c.get("batch2")) if c.op == "baddbmm" else (c.get("input"), c.get("other"))
     if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
-        raise Refused(f"the operands of {c.node.name} are not tensors of this graph")
+        raise Refused(
+            f"the operands of {c.node.name} are not tensors of this graph; compute them within the compiled function"
+        )
     x, y, z = canonical.tensor(a), canonical.tensor(b), canonical.tensor(c.node)
     if x is None or y is None or z is None:
-        raise Refused(f"the shapes of {c.node.name} and its operands are not known")
+        raise Refused(f"the shapes of {c.node.name} and its operands are not known; compile with dynamic=False")
     if x.dim() < 2 or y.dim() < 2:
-        raise Refused(f"{c.node.name} multiplies a matrix by a vector")
+        raise Refused(
+            f"{c.node.name} multiplies a matrix by a vector; "
+            "give query, key and value at least two dims: length and head dim"
+        )
     lead = tuple(f"l{i}" for i in range(z.dim() - 2))
     left = broadcast_labels(x.shape[:-2], z.shape[:-2], lead)
     right = broadcast_labels(y.shape[:-2], z.shape[:-2], lead)
@@ -78,7 +83,7 @@ def _einsum(c: Call) -> Product:
     tensors = [canonical.tensor(x) for x in operands]
     result = canonical.tensor(c.node)
     if len(terms) != 2 or result is None or any(t is None for t in tensors):
-        raise Refused(f'the einsum "{equation}" isn\'t understood')
+        raise Refused(f'the einsum "{equation}" isn\'t understood; write out its dims, with one ellipsis at most')
     ranks = [t.dim() for t in tensors if t is not None]
     hidden = max(rank - len(term) + 3 if "..." in term else 0 for term, rank in zip(terms, ranks, strict=True))
     spare = [ch for ch in string.ascii_letters if ch not in equation][:hidden]
@@ -96,7 +101,7 @@ def _einsum(c: Call) -> Product:
         letters = lefts[0] + lefts[1]
         out = "".join(spare) + "".join(sorted(ch for ch in set(letters) if letters.count(ch) == 1 and ch not in spare))
     if any(len(set(term)) != len(term) for term in (*lefts, out)):
-        raise Refused(f'the einsum "{equation}" takes a diagonal')
+        raise Refused(f'the einsum "{equation}" takes a diagonal; take it before the einsum')
     size = dict(zip(out, result.shape, strict=True))
     parsed = [
         Operand(
@@ -137,7 +142,9 @@ def scores_of(product: Product) -> Scores:
     sides = [product.left, product.right]
     owners = [x for x in sides if key_label in x]
     if len(owners) != 1:
-        raise Refused("the softmax runs over a dim that both operands of the score product have; that is no attention")
+        raise Refused(
+            "the softmax runs over a dim that both operands of the product have; nothing to do, that is no attention"
+        )
     key = owners[0]
     query = sides[0] if key is sides[1] else sides[1]
     q_only = [x for x in product.out if x in query and x not in key]
@@ -147,9 +154,12 @@ def scores_of(product: Product) -> Scores:
         or contracted[0] not in key
         or any(x is not None and x not in product.out and x not in contracted for x in key.labels)
     ):
-        raise Refused("the score product does not sum over exactly one dim of query and key")
+        raise Refused(
+            "the score product does not sum over exactly one dim of query and key; "
+            "merge the feature dims into one head dim before the product"
+        )
     if len(product.out) < 2 or not q_only:
-        raise Refused("the score product has no query dim")
+        raise Refused("the score product has no query dim; give the query a length dim, which may be 1")
     if product.out[-2] in q_only:
         q = product.out[-2]
     elif len(q_only) == 1:
@@ -157,7 +167,7 @@ def scores_of(product: Product) -> Scores:
     else:
         raise Refused("the query dim of the scores can't be told from the group dims; put it next to the key dim")
     if any(x not in query and x not in key for x in product.out) or None in query.labels[-1:]:
-        raise Refused("the score product isn't understood")
+        raise Refused("the score product isn't understood; use matmul, bmm or einsum of query and key")
     return Scores(query, key, product.out, q, key_label, contracted[0])
 
 
@@ -176,20 +186,29 @@ class Values:
 def values_of(product: Product, probabilities: fx.Node, names: tuple[Label, ...], q: Label, k: Label) -> Values:
     """The roles in the product after the softmax; ``names`` are the labels of the dims of the probabilities."""
     if product.left.node is product.right.node:
-        raise Refused("the probabilities are multiplied by themselves")
+        raise Refused("the probabilities are multiplied by themselves; nothing to do: that is no attention")
     p, v = (product.left, product.right) if product.left.node is probabilities else (product.right, product.left)
     if len(p.labels) != len(names) or None in p.labels:
-        raise Refused("the value product broadcasts the probabilities over a dim that they don't have")
+        raise Refused(
+            "the value product broadcasts the probabilities over a dim that they don't have; "
+            "expand query, key and value alike before the products"
+        )
     rename = {old: new for old, new in zip(p.labels, names, strict=True) if old is not None}
     free = [x for x in v.labels if x is not None and x not in p]
     if len(free) != 1:
-        raise Refused("the value product does not have exactly one dim of its own, the value's head dim")
+        raise Refused(
+            "the value product does not have exactly one dim of its own, the value's head dim; "
+            "merge the value's feature dims into one head dim before the product"
+        )
     rename[free[0]] = feature = "v:" + free[0]
     out = tuple(rename[x] for x in product.out)
     value = Operand(v.node, tuple(None if x is None else rename[x] for x in v.labels))
     lead = tuple(x for x in names if x not in (q, k))
     if k in out:
-        raise Refused("the value product does not sum over the keys; a transposed P is no attention")
+        raise Refused("the value product does not sum over the keys; nothing to do, a transposed P is no attention")
     if k not in value or q in value or sorted(out) != sorted((*lead, q, feature)):
-        raise Refused("the value product does not sum over the keys alone")
+        raise Refused(
+            "the value product does not sum over the keys alone; "
+            "nothing to do: that is no attention; sum over other dims after the product"
+        )
     return Values(value, out, q, k, feature, lead)

@@ -124,7 +124,7 @@ def _replace_inside(
         inner = Program(node.graph, program)
         match = sites.find(inner, opened.sdpa)
         if match is None:
-            raise Refused("the attention inside isn't understood")
+            raise Refused("the attention inside isn't understood; pass plain tensors and masks, or report this")
         _replace(match, inner, outcome)
     except Exception:
         opened.close()
@@ -144,9 +144,13 @@ def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
     values = [safety.check_tensor(x.node, role) for role, x in zip(("query", "key", "value"), plan.inputs, strict=True)]
     device = values[0].device
     if any(x.device != device for x in values) or device.type not in ("cpu", "cuda"):
-        raise Refused(f"the tensors are on {', '.join(str(x.device) for x in values)}; one of cpu and cuda is needed")
+        raise Refused(
+            f"the tensors are on {', '.join(str(x.device) for x in values)}; move them to one device, cpu or cuda"
+        )
     if device.type == "cpu" and get_config().cpu == "off":
-        raise Refused("attention on the CPU is left alone (FLASH_INDUCTOR_CPU=off)")
+        raise Refused(
+            'attention on the CPU is left alone (FLASH_INDUCTOR_CPU=off); unset the variable, or set Config.cpu to "on"'
+        )
     safety.check_worth(device, plan.query.size(plan.query.length))
     for role, sizes in zip(("query", "key", "value"), map(plan.shape, plan.inputs), strict=True):
         if not isinstance(sizes[1], int) or not isinstance(sizes[3], int):
@@ -164,7 +168,8 @@ def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
     for narrow in meaning.dtypes:
         if torch.finfo(narrow).eps > torch.finfo(dtype).eps:
             raise Refused(
-                f"scores or probabilities are rounded to {narrow}, which is less precise than the inputs' {dtype}"
+                f"scores or probabilities are rounded to {narrow}, which is less precise than the inputs' {dtype}; "
+                "keep the inputs' dtype, or cast query, key and value"
             )
     proof = meaning.prove()
     operands = meaning.operands.merged(proof.operands)

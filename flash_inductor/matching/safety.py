@@ -66,7 +66,10 @@ def _check_written(program: Program, writer: fx.Node, target: fx.Node, inside: s
             continue
         late = [u for u in value_users(alias) if program.position[u] > program.position[writer] and u not in inside]
         if late or alias.op in ("placeholder", "get_attr"):
-            raise Refused(f"`{writer.name}` writes the scores in place into `{alias.name}`, which is seen elsewhere")
+            raise Refused(
+                f"`{writer.name}` writes the scores in place into `{alias.name}`, which is seen elsewhere; "
+                "use an operation that isn't in place"
+            )
 
 
 def check_region(program: Program, matched: Iterable[fx.Node], last: fx.Node, inputs: Iterable[fx.Node]) -> None:
@@ -75,11 +78,17 @@ def check_region(program: Program, matched: Iterable[fx.Node], last: fx.Node, in
     first = min(nodes, key=program.position.__getitem__)
     for node in program.between(first, last):
         if changes_mode(node):
-            raise Refused(f"autocast, grad mode or the SDPA backend changes within the attention (`{_name(node)}`)")
+            raise Refused(
+                f"autocast, grad mode or the SDPA backend changes within the attention (`{_name(node)}`); "
+                "enter and leave such contexts around the whole attention"
+            )
     for source in inputs:
         for writer, _ in program.writes_between(source, program.position[first], program.position[last]):
             if writer not in nodes:
-                raise Refused(f"`{source.name}` is written to in place by `{writer.name}` within the attention")
+                raise Refused(
+                    f"`{source.name}` is written to in place by `{writer.name}` within the attention; "
+                    "write before or after the attention, or to a copy"
+                )
 
 
 def check_backend_choice(program: Program, node: fx.Node) -> None:
@@ -102,16 +111,19 @@ def check_tensor(node: fx.Node, role: str) -> torch.Tensor:
     """The fake tensor of an input, or Refused if it is no plain floating-point tensor of CPU or CUDA."""
     value = canonical.tensor(node)
     if value is None:
-        raise Refused(f"the {role} has no known shape")
+        raise Refused(f"the {role} has no known shape; compile with dynamic=False")
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise Refused(f"the {role} is inside torch.func (grad, vmap, ...); call flash_inductor.attention there")
     plain = type(value) is FakeTensor or (isinstance(value, FakeTensor) and isinstance(value, torch.nn.Parameter))
     if not plain:
-        raise Refused(f"the {role} is a {type(value).__name__}, not a plain tensor")
+        raise Refused(
+            f"the {role} is a {type(value).__name__}, not a plain tensor; "
+            "take its plain tensor (for DTensor .to_local()), or call the attention on plain tensors"
+        )
     if value.layout is not torch.strided or value.is_nested:
-        raise Refused(f"the {role} is not a dense tensor")
+        raise Refused(f"the {role} is not a dense tensor; pad it to a dense one, with a mask of the padding")
     if not value.dtype.is_floating_point:
-        raise Refused(f"the {role} is {value.dtype}")
+        raise Refused(f"the {role} is {value.dtype}; cast it to a floating-point dtype")
     return value
 
 
@@ -122,7 +134,10 @@ def check_worth(device: torch.device, q_len: int | torch.SymInt | None) -> None:
     queries to one program leaves most of the GPU idle, where the stock ones split the keys.
     """
     if device.type == "cuda" and isinstance(q_len, int) and q_len == 1:
-        raise Refused("a decoding step with one query; the stock kernels split its keys over the GPU")
+        raise Refused(
+            "a decoding step with one query; the stock kernels split its keys over the GPU; "
+            "nothing to do: they are made for it"
+        )
 
 
 def written_after(program: Program, node: fx.Node) -> bool:

@@ -35,13 +35,22 @@ def column(c: Call) -> Column:
     parts, result = c.get("tensors"), tensor(c.node)
     dim = c.get("dim", 0)
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or result is None:
-        raise Refused("the scores are put together from other than two parts")
+        raise Refused(
+            "the scores are put together from other than two parts; "
+            "put the scores and one column of sinks together, in one cat"
+        )
     values = [tensor(x) for x in parts]
     if dim not in (-1, result.dim() - 1) or any(v is None or v.dim() != result.dim() for v in values):
-        raise Refused("something is put next to the scores along another dim than that of the keys")
+        raise Refused(
+            "something is put next to the scores along another dim than that of the keys; "
+            "put sinks there along the last dim"
+        )
     narrow = [v is not None and same_size(v.shape[-1], 1) for v in values]
     if narrow.count(True) != 1:
-        raise Refused("the scores get more columns than one for an attention sink")
+        raise Refused(
+            "the scores get more columns than one for an attention sink; "
+            "use one column of sinks, or keys and values for more"
+        )
     first = narrow[0]
     return Column(parts[1] if first else parts[0], parts[0] if first else parts[1], first)
 
@@ -81,11 +90,16 @@ def vector(program: Program, sink: Any, lead: tuple[Label, ...], query_heads: tu
     """
     column = tensor(sink.node)
     if column is None or column.dim() != len(lead) + 2:
-        raise Refused("the attention sinks have other dims than the scores")
+        raise Refused(
+            "the attention sinks have other dims than the scores; reshape them to [1, heads, 1, 1] and expand that"
+        )
     head_dims = [d for d, label in enumerate(lead) if label in query_heads]
     count = math.prod(column.shape[d] for d in head_dims)
     if tuple(lead[d] for d in head_dims) != query_heads or not isinstance(count, int):
-        raise Refused("the heads of the attention sinks aren't the op's")
+        raise Refused(
+            "the heads of the attention sinks aren't the op's; "
+            "give each query head one number, in the order of the query heads"
+        )
     # under the expansion over everything else than heads, one number for each head
     c = _down(program, sink.node, sink.at, _EXPANSIONS, lambda value: same_size(value.numel(), count))
     value = tensor(c[0])
@@ -93,11 +107,14 @@ def vector(program: Program, sink: Any, lead: tuple[Label, ...], query_heads: tu
     offset = column.dim() - value.dim()
     varies = [d + offset for d, size in enumerate(value.shape) if not same_size(size, 1)]
     if varies != [d for d in head_dims if not same_size(column.shape[d], 1)]:
-        raise Refused("the attention sinks differ between queries or batch entries, or heads share them")
+        raise Refused(
+            "the attention sinks differ between queries or batch entries, or heads share them; "
+            "give each head one number, as a parameter of shape [heads]"
+        )
     # views of as many elements keep them in order
     node, at = _down(program, *c, _VIEWS, lambda value: value.dim() == 1 and same_size(value.numel(), count))
     if program.writes_between(node, program.position[at], len(program.nodes)):
-        raise Refused(f"the attention sinks `{node.name}` are written to in place")
+        raise Refused(f"the attention sinks `{node.name}` are written to in place; write to a copy of them")
     return node
 
 
@@ -115,7 +132,10 @@ def _down(
             source is not None and value is not None and same_size(source.numel(), value.numel())
         )
         if c is None or c.inplace or c.op not in through or source is None or not same_numbers:
-            raise Refused(f"the attention sinks come from `{node.name}`, which isn't one number for each head")
+            raise Refused(
+                f"the attention sinks come from `{node.name}`, which isn't one number for each head; "
+                "give each head one number, as a parameter of shape [heads]"
+            )
         if source.device != value.device:  # type: ignore[union-attr] # it has a source, so a value
-            raise Refused("the attention sinks are on another device")
+            raise Refused("the attention sinks are on another device; move them to the query's device")
         node, at = c["input"], c.node

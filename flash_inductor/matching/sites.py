@@ -17,6 +17,7 @@ from .operands import NO_OPERANDS, Operands, Table
 from .plan import Plan
 from .products import Operand, Scores, Values
 from .program import Program, Refused, constant, same_size
+from .scoring import interpret
 
 
 @dataclass
@@ -77,17 +78,17 @@ def _sdpa(program: Program, c: Call) -> Meaning:
     node = c.node
     extra = set(c.args) - _SDPA_ARGS
     if extra:
-        raise Refused(f"the argument {sorted(extra)[0]} of scaled_dot_product_attention isn't understood")
+        raise Refused(f"the argument {sorted(extra)[0]} of scaled_dot_product_attention isn't understood; leave it out")
     safety.check_backend_choice(program, node)
     operands = [c.get(role) for role in ("query", "key", "value")]
     tensors = [safety.check_tensor(x, role) for x, role in zip(operands, ("query", "key", "value"), strict=True)]
     result = tensor(node)
     if result is None or any(t.dim() < 2 for t in tensors):
-        raise Refused("query, key and value need at least two dims: length and head dim")
+        raise Refused("query, key and value need at least two dims: length and head dim; unsqueeze a length dim")
     dropout_p = probabilities.active_dropout(constant(program, c.get("dropout_p", 0.0), node))
     causal, gqa, mask = c.get("is_causal", False), c.get("enable_gqa", False), c.get("attn_mask")
     if not isinstance(causal, bool) or not isinstance(gqa, bool):
-        raise Refused("is_causal and enable_gqa must be Python bools")
+        raise Refused("is_causal and enable_gqa must be Python bools; pass True or False")
     if causal and mask is not None:
         raise Refused("both attn_mask and is_causal are given; give one of them")
     scale = c.get("scale")
@@ -96,7 +97,7 @@ def _sdpa(program: Program, c: Call) -> Meaning:
         if scale is None:
             raise Refused("scale isn't a constant; pass a Python number (under dynamic=True, not as an argument)")
         if not math.isfinite(scale):
-            raise Refused(f"the scale is {scale:g}; a finite number is needed")
+            raise Refused(f"the scale is {scale:g}; use a finite number")
     scores, values, grouped = _sdpa_labels(operands, tensors, result, gqa)
     dtypes = {t.dtype for t in tensors}
     autocast = result.dtype if dtypes != {result.dtype} else None
@@ -109,7 +110,7 @@ def _sdpa(program: Program, c: Call) -> Meaning:
             return MaskProof(MaskSpec(upper=0) if causal else MaskSpec())
         value = tensor(mask)
         if value is None:
-            raise Refused("the mask is not a tensor")
+            raise Refused("the mask is not a tensor; pass a bool or float tensor, or None")
         kind = "keep" if value.dtype is torch.bool else "additive"
         return mask_split.resolve(program, mask, kind, table.place(layout, node, table.sizes))
 
@@ -141,15 +142,20 @@ def _sdpa_labels(
 def _softmax_chain(program: Program, c: Call) -> Meaning:
     softmax, result = c.node, tensor(c.node)
     if result is None or c.inplace or "out" in c.args:
-        raise Refused("the softmax writes to a tensor that was there before")
+        raise Refused(
+            "the softmax writes to a tensor that was there before; leave out= out, and use softmax, not softmax_"
+        )
     if c.get("dim") not in (-1, result.dim() - 1):
-        raise Refused(f"the softmax runs over dim {c.get('dim')}, not over the last one, the keys")
+        raise Refused(
+            f"the softmax runs over dim {c.get('dim')}, not over the last one, the keys; "
+            "nothing to do: that is no attention over keys; permute the scores if it should be"
+        )
     tail = probabilities.walk(program, softmax)
     last = tail.last
     before = chain.walk(program, c.get("input"), softmax)
     matched = list(dict.fromkeys([*before.nodes, softmax, *tail.nodes]))
     safety.check_users(program, matched, last)
-    scoring = chain.interpret(before.steps)
+    scoring = interpret(before.steps)
     tail.check_cut(scoring.sink)
     scores = products.scores_of(before.product)
     if scoring.masks and not scores.masks_ok:
@@ -214,7 +220,7 @@ def _autocast(first: products.Product, second: products.Product) -> torch.dtype 
     if not found:
         return None
     if len(found) > 1 or results != found:
-        raise Refused("autocast is on for one of the two products only")
+        raise Refused("autocast is on for one of the two products only; enter autocast around the whole attention")
     return found.pop()
 
 

@@ -57,7 +57,7 @@ flash_inductor: 1 of 2 attention sites replaced in 1 graph
 2  test_explain.py:N in two_kinds  sdpa  -  left alone
    return F.scaled_dot_product_attention(x, k, v, dropout_p=1.0)
    why: dropout 1 of the probabilities
-   fix: a number from 0 to below 1 is needed""",
+   fix: use a number from 0 to below 1""",
         )
 
     def test_graph_break(self) -> None:
