@@ -137,7 +137,8 @@ def assert_close_to_reference(
     what is not compared.  Gradients need ``grad_out``.  ``extras`` are bias, mask, query_segments, key_segments, sinks,
     rng_state and dropout_p.  The tolerance is ``factor`` times the error of :func:`eager_attention` on the same inputs,
     plus a few roundings of the dtype at the largest value and at the size of the terms that cancel in a gradient: it
-    comes from the data, so it needs no tuning for lengths, dtypes or scales.
+    comes from the data, so it needs no tuning for lengths, dtypes or scales.  Float64 is as wide as the reference, and
+    compared under the proved bound of all roundings of both.
     """
     names = ("out", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
     words = [name for name, x in extras.items() if x is not None]
@@ -151,6 +152,8 @@ def assert_close_to_reference(
         raise ValueError("grad_out: expected a tensor to compare gradients, got None")
     eager = _eager(query, key, value, spec, grad_out if grad_lse is None else None, extras)
     terms = _terms(query, key, value, spec, grad_out, grad_lse, extras)
+    wide = query.dtype is torch.float64
+    most = _all_roundings(query, key, value, spec, grad_out, grad_lse, extras) if wide else {}
     eps = torch.finfo(query.dtype).eps
     inner_eps = min(eps, torch.finfo(torch.float32).eps)
     problems = []
@@ -177,6 +180,8 @@ def assert_close_to_reference(
             tolerance += factor * error(baseline[finite][sound], want[sound])
         elif name.startswith("grad"):
             tolerance *= 4  # no eager gradient to compare with: as many roundings as products are chained
+        if wide:
+            tolerance = 2 * eps * most[name]
         if not (found := error(got, want)) <= tolerance:
             problems.append(f"{name}: error {found:.3e} exceeds {tolerance:.3e}")
     if problems:
@@ -235,6 +240,48 @@ def _terms(
     # The absolute error of a score is the relative error of its probability, which weighs an element of value.
     element = _typical(value) / max(1, value.shape[-1]) ** 0.5
     return {"out": (0.0, sizes[0]["lse"] * element), **terms, "grad_value": (0.0, 0.0)}
+
+
+def _all_roundings(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    extras: dict[str, Any],
+) -> dict[str, float]:
+    """How many units of relative rounding error a result may be off, in any order of its sums.
+
+    A sum of n terms is off by at most n roundings of the sum of their magnitudes (Higham, Accuracy and Stability of
+    Numerical Algorithms, section 4.2), and an absolute error of a score is a relative one of its probability.
+    """
+    q, k, v, go = (_largest(x) for x in (query, key, value, grad_out))
+    bias, sinks = extras.get("bias"), extras.get("sinks")
+    added = 0.0 if bias is None else _largest(bias[bias > _HIDING].unsqueeze(-1))
+    added += 0.0 if sinks is None else _largest(sinks.unsqueeze(-1))
+    scale = abs(query.shape[-1] ** -0.5 if spec.scale is None else spec.scale)
+    # What all queries that share a key give it: the sum of a column of probabilities.
+    ones, zeros = torch.ones_like(grad_out[..., :1]) if grad_out is not None else None, torch.zeros_like(value[..., :1])
+    given = 0.0 if ones is None else _largest(attention_backward(ones, None, query, key, zeros, spec, **extras)[2])
+    keep = 1 - extras.get("dropout_p", 0.0)
+    through = 2 * (go * v / keep + _largest(None if grad_lse is None else grad_lse.unsqueeze(-1)))
+    every_row = query.shape[0] * query.shape[1] * query.shape[2]
+    # Of a probability, of an element of a row's result, and of the sum over the rows that share a key.
+    weight = (1 + scale * q * k + added) * (8 + query.shape[3] + key.shape[2])
+    row = weight + value.shape[3] + key.shape[2]
+    column = row + query.shape[1] * query.shape[2] / max(1, key.shape[1])
+    return {
+        "out": v * row,
+        "lse": weight,
+        "grad_query": scale * through * k * row,
+        "grad_key": scale * through * q * given * column,
+        "grad_value": go / keep * given * column,
+        "grad_bias": through
+        * every_row
+        * (row + every_row * key.shape[2] / max(1, 0 if bias is None else bias.numel())),
+        "grad_sinks": through * every_row * (row + every_row),
+    }
 
 
 def _row_norms(x: Tensor | None) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import flash_inductor.ops  # noqa: F401 - registers the op
 from flash_inductor.ops.layout import empty_like_layout
-from flash_inductor.reference import attention_backward, attention_forward
 from flash_inductor.spec import AttentionSpec, MaskSpec
 from flash_inductor.testing import LAYOUTS, assert_close_to_reference, make_inputs
 
@@ -150,14 +149,7 @@ def check(p: Problem, device: str = "cpu") -> None:
         assert set(grads) == set(needy)
     spec = AttentionSpec(p.scale, MaskSpec.from_window(**band), p.softcap)
     actual = [out.detach(), lse.detach(), *(grads.get(n) for n in NAMES)]
-    if p.dtype is torch.float64:  # no roundings to judge: sums of equal terms differ by more than random ones do
-        expected = [*attention_forward(*inputs, spec, **extras)]
-        expected += attention_backward(grad_out, grad_lse, *inputs, spec, **extras)
-        for got, want in zip(actual, expected, strict=True):
-            if got is not None and want is not None:
-                torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-10)
-    else:
-        assert_close_to_reference(actual, *inputs, spec, grad_out=grad_out, grad_lse=grad_lse, **extras)
+    assert_close_to_reference(actual, *inputs, spec, grad_out=grad_out, grad_lse=grad_lse, **extras)
     for n, x in {**leaves, **extras}.items():
         assert torch.equal(x, before[n]), f"{n} was written"
 
