@@ -122,7 +122,7 @@ def attention(
         ValueError: a shape, device or option that doesn't fit; the message names it.
         NotImplementedError: a head dim or dtype that the device's kernels don't take, or double backward.
     """
-    left, right = _window(window_size)
+    left, right = window_sides(window_size)
     if is_causal:
         right = None  # is_causal says it
     if query_segments is not None and key_segments is not None:
@@ -158,7 +158,8 @@ def attention(
     return out_and_lse if return_lse else out_and_lse[0]
 
 
-def _window(window_size: Any) -> tuple[Int | None, Int | None]:
+def window_sides(window_size: Any) -> tuple[Int | None, Int | None]:
+    """How far a query sees to the left and to the right, from the argument ``window_size``."""
     if isinstance(window_size, (tuple, list)):
         sides = tuple(window_size)
         if len(sides) != 2:

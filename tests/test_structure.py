@@ -31,6 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "ops": {*BASE, "_compat", "kernels"},
     "lowering": {*BASE, "_compat", "ops", "kernels"},
     "matching": {*BASE, "_compat", "ops"},
+    "distributed": {*BASE, "_compat", "ops", "functional"},
 }
 # The pass that carries the cache key runs right before Inductor lowers a graph: the moment to load the lowerings.
 EXCEPTIONS = {("matching/fusion_pass.py", "lowering")}
