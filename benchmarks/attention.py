@@ -66,7 +66,7 @@ def _commit() -> str:
 
 def compile_share(args: argparse.Namespace, chosen: Sequence[grid_cases.Case]) -> None:
     """What one compiling process does.  Failures show when the same thing is measured."""
-    from grid import impls, measure
+    from flash_inductor.bench import impls, measure
 
     prepare_torch()
     index, workers = map(int, args.share.split("/"))
@@ -91,7 +91,7 @@ def prepare_torch() -> None:
 
 def measure_all(args: argparse.Namespace, chosen: Sequence[grid_cases.Case], store: Store, progress: Path) -> None:
     """Measure what isn't in the store yet, until the time is over."""
-    from grid import measure, timing
+    from flash_inductor.bench import measure, timing
 
     prepare_torch()
     clock = timing.GpuClock() if args.device == "cuda" else timing.CpuClock()

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from benchmarks.grid.timing import GpuClock, interleave
+from flash_inductor.bench.timing import GpuClock, interleave
 from flash_inductor.kernels.choices import ORDER, Row
 from flash_inductor.ops import attn, attn_backward, choice
 from flash_inductor.spec import MaskSpec

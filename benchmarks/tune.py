@@ -22,7 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from grid import ranking
-from grid.cases import Case
+
+from flash_inductor.bench.case import Case
 
 Call = Callable[[], Any]
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -59,7 +60,7 @@ def times(calls: dict[str, Call], args: argparse.Namespace, clock: Any) -> dict[
     """Milliseconds of each call that doesn't refuse or fail; those that do are printed."""
     import statistics
 
-    from grid.timing import interleave
+    from flash_inductor.bench.timing import interleave
 
     able = {}
     for name, call in calls.items():
@@ -75,8 +76,8 @@ def times(calls: dict[str, Call], args: argparse.Namespace, clock: Any) -> dict[
 
 def measure_kernels(args: argparse.Namespace) -> list[ranking.Measured]:
     import torch
-    from grid import impls, timing
 
+    from flash_inductor.bench import impls, timing
     from flash_inductor.kernels.choices import KERNELS
 
     clock, found = timing.GpuClock(), []
@@ -105,8 +106,7 @@ def measure_kernels(args: argparse.Namespace) -> list[ranking.Measured]:
 
 def config_calls(case: Case) -> Iterator[tuple[str, dict[Any, Call]]]:
     """(kernel, {config: call}) for what the table offers for a case."""
-    from grid import impls
-
+    from flash_inductor.bench import impls
     from flash_inductor.kernels.configs import configs
     from flash_inductor.ops import choice, triton_kernels
 
@@ -134,7 +134,7 @@ def same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 
 def measure_configs(args: argparse.Namespace) -> dict[tuple[str, int], list[dict[Any, float]]]:
     """{(kernel, head dim): [{config: milliseconds} of each case]}."""
-    from grid import timing
+    from flash_inductor.bench import timing
 
     clock = timing.GpuClock()
     found: dict[tuple[str, int], list[dict[Any, float]]] = {}

@@ -33,7 +33,9 @@ class Picture:
 
 def take(graph: Any, sites: Sequence[Site], number: int = 1) -> Picture:
     """Of a torch.fx graph and the sites found in it, which are numbered from ``number``."""
-    labels, edges, members = {}, [], {}
+    labels: dict[str, str] = {}
+    edges: list[tuple[str, str]] = []
+    members: dict[str, int] = {}
     for node in graph.nodes:
         value = node.meta.get("example_value", node.meta.get("val"))
         shape = f" {list(value.shape)}" if hasattr(value, "shape") else ""

@@ -21,9 +21,11 @@ from flash_inductor.reference import attention_backward, attention_forward
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import attention
-from grid import bounds, cases, check, impls, measure, summary, supervise, timing
-from grid.cases import Case
+from grid import cases, summary, supervise
 from grid.store import Store
+
+from flash_inductor.bench import bounds, check, impls, measure, timing
+from flash_inductor.bench.case import Case
 
 BENCHMARKS = Path(attention.__file__).parent
 TINY = cases.tiny_grid()

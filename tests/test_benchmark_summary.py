@@ -14,7 +14,9 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import attention
 import tune
-from grid import cases, check, plots, ranking, summary
+from grid import cases, plots, ranking, summary
+
+from flash_inductor.bench import check
 
 # --- summary and gate
 

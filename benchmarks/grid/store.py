@@ -6,9 +6,10 @@ import json
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .cases import Case
+if TYPE_CHECKING:
+    from flash_inductor.bench.case import Case
 
 
 class Store:

@@ -1,4 +1,4 @@
-"""Ratios, geometric means, the gate, and tables, all from the JSON data of a run.  No torch, no GPU."""
+"""Ratios, geometric means, the gate, and tables, all from the JSON data of a run; no GPU needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .bounds import inaccurate
+from flash_inductor.bench.bounds import inaccurate
+
 from .cases import PUBLISHED
 
 OURS, STOCK = "ours", "stock"

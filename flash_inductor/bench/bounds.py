@@ -1,4 +1,4 @@
-"""Which errors are acceptable.  No torch, so that a run's data can be judged anywhere."""
+"""Which errors are acceptable."""
 
 from __future__ import annotations
 

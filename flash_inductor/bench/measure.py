@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import check, impls
 from .bounds import is_wrong
-from .cases import Case
+from .case import Case
 from .timing import Clock, interleave
 
 PARTS = ("forward", "backward")

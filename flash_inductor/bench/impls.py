@@ -25,9 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-import flash_inductor  # noqa: F401 - registers the op
-
-from .cases import Case
+from .case import Case
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 BLOCK = 128  # of FlexAttention's block mask

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cases import Case
+from .case import Case
 
 RESULTS = ("out", "query", "key", "value")  # the output, and the gradients
 PER_QUERY_HEAD = RESULTS[:2]
