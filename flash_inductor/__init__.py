@@ -65,3 +65,5 @@ def _register_with_transformers() -> None:
 install_when_inductor_is_imported()
 _hooks.when_imported(_hooks.BACKEND_REGISTRY, lambda: _hooks.register_backend("flash_inductor", _backend))
 _hooks.when_imported("transformers.modeling_utils", _register_with_transformers)
+if get_config().enable:
+    enable()

@@ -21,6 +21,8 @@ class Config:
     """Every setting, each also an environment variable ``FLASH_INDUCTOR_<NAME>``; docs/configuration.md is its table.
 
     Attributes:
+        enable: call :func:`flash_inductor.enable` when the package is imported; read at that moment only.  The variable
+            ``FLASH_INDUCTOR_ENABLE=1`` also makes ``import torch`` import the package, where that is installed.
         cpu: rewrite attention in graphs on the CPU too ("on" or "off").
         lowering: "template" lowers the op to Inductor Triton templates, "extern" calls the eager kernels.
         kernel: "auto" takes the fastest CUDA kernel for each problem; "triton", "gluon", "cudnn" or "flash" that one
@@ -41,6 +43,7 @@ class Config:
             an error of a Gluon kernel instead of logging it and launching Triton's.
     """
 
+    enable: bool = field(default=False, repr=False)  # no part of cache keys: the switch itself is
     cpu: str = "on"
     lowering: str = "template"
     kernel: str = "auto"
