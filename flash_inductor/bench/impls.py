@@ -2,6 +2,7 @@
 
     stock         what torch.compile makes of F.scaled_dot_product_attention with nothing forced; with a dense mask for
                   windows, and of the formula written out where there is a softcap, which SDPA has not
+    eager         the formula written out, not compiled
     flash, cudnn  SDPA with that backend forced
     flex          compiled FlexAttention with its block mask
     fa3, fa4      the packages flash_attn_interface and flash_attn.cute, where they are installed
@@ -121,22 +122,28 @@ def dense_mask(case: Case, device: str) -> Tensor | None:
     return mask
 
 
-def stock(case: Case, device: str) -> Attention:
-    if case.softcap is None:
-        mask = None if case.window is None else dense_mask(case, device)
-        return torch.compile(_sdpa(case, mask), dynamic=False)
+def eager(case: Case, device: str) -> Attention:
+    """The formula written out, which holds all scores."""
     mask, cap, groups = dense_mask(case, device), case.softcap, case.heads // case.kv_heads
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         s = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
-        s = cap * torch.tanh(s / cap)
+        if cap is not None:
+            s = cap * torch.tanh(s / cap)
         if mask is not None:
             s = s.masked_fill(~mask, float("-inf"))
         return torch.softmax(s, -1, dtype=torch.float32).to(q.dtype) @ v
 
-    return torch.compile(attention, dynamic=False)
+    return attention
+
+
+def stock(case: Case, device: str) -> Attention:
+    if case.softcap is None:
+        mask = None if case.window is None else dense_mask(case, device)
+        return torch.compile(_sdpa(case, mask), dynamic=False)
+    return torch.compile(eager(case, device), dynamic=False)
 
 
 def sdpa(backend: SDPBackend) -> Callable[[Case, str], Attention]:
@@ -233,6 +240,7 @@ def flash_attention(module: str, unbounded: int | None) -> Callable[[Case, str],
 IMPLEMENTATIONS: dict[str, Callable[[Case, str], Attention]] = {
     "ours": ours,
     "stock": stock,
+    "eager": eager,
     "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "flash": sdpa(SDPBackend.FLASH_ATTENTION),
     "flex": flex,
