@@ -45,7 +45,7 @@ def launches(code: str) -> list[str]:
 class TestLaunches(expecttest.TestCase):
     def test_training(self) -> None:
         # the grids follow the tuning table, which is free to change
-        with mock.patch.object(choices, "configs", lambda *args: (Config(128, 64, 4, 2),)):
+        with mock.patch.object(choices, "tile_configs", lambda *args: (Config(128, 64, 4, 2),)):
             lowered = lower(causal, qkv(q_len=128, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16))
         text = "\n--\n".join("\n".join(launches(code)) for code in lowered.codes)
         self.assertExpectedInline(
