@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._compat import groups
-from ..ops import empty_like_layout
+from ..ops import empty_like_layout, validate
 from ..ops.library import LIB, lse_dtype
 from ..spec import MaskSpec
-from . import run
+from . import agree, run
 from .cost import choose
 from .layout import local_length
 from .plan import Plan, Sequence, make_plan
@@ -41,6 +41,7 @@ context_attn_backward = torch.ops.flashbwd.context_attn_backward.default
 
 @torch.library.register_fake("flashbwd::context_attn", lib=LIB)
 def _fake(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    _check(query, key, value, options)
     batch, heads, rows, _ = query.shape
     out = empty_like_layout(query, (batch, heads, rows, value.shape[3]))
     return out, query.new_empty((batch, heads, rows), dtype=lse_dtype(query.dtype))
@@ -61,8 +62,17 @@ def _backward_fake(
     return tuple(empty_like_layout(x, x.shape) if wanted else x.new_empty((0,)) for x, wanted in pairs)
 
 
-def _plan(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[Plan, Any]:
+def _check(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
+    """Raise what the op raises for tensors and options that it doesn't take."""
+    mine = {name: options.get(name) for name in ("scale", "window_left", "window_right", "softcap")}
+    validate.check_forward(query, key, value, is_causal=options.get("is_causal", False), diagonal=0, **mine)
+
+
+def _plan(
+    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], grad_mask: tuple[bool, ...] = ()
+) -> tuple[Plan, Any]:
     group = groups.by_name(options["group"])
+    agree.check(group, options["group"], _common(query, key, value, options, grad_mask))
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     length, layout, method = options["length"], options["layout"], options["method"]
     wanted = local_length(length, ranks, rank, layout)
@@ -81,7 +91,18 @@ def _plan(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) ->
     return make_plan(sequence, rank, method), group
 
 
+def _common(
+    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], grad_mask: tuple[bool, ...]
+) -> dict[str, Any]:
+    """What must be the same on all ranks: all but the number of positions."""
+    found = {name: x for name, x in options.items() if name not in ("group", "grad_mask")}
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        found[f"{name} [batch, heads, head dim]"] = (x.shape[0], x.shape[1], x.shape[3])
+    return {**found, "dtype": query.dtype, "gradients asked for": grad_mask}
+
+
 def _forward(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    _check(query, key, value, options)
     plan, group = _plan(query, key, value, options)
     return run.forward(plan, group, query, key, value, **{name: options.get(name) for name in _RUN_OPTIONS})
 
@@ -96,7 +117,7 @@ def _backward(
     lse: Tensor,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    plan, group = _plan(query, key, value, options)
+    plan, group = _plan(query, key, value, options, tuple(options["grad_mask"]))
     grads = run.backward(
         plan, group, grad_out, grad_lse, query, key, value, out, lse, tuple(options["grad_mask"]),
         **{name: options.get(name) for name in _RUN_OPTIONS},

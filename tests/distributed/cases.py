@@ -29,7 +29,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     with_lse: bool = True
     frozen: tuple[str, ...] = ()  # inputs that need no gradient
-    compiled: bool = False
+    compiled: str | None = None  # the backend
 
 
 CAUSAL = {"is_causal": True}
@@ -58,8 +58,8 @@ CASES = {
     "auto": Case(method="auto", options=CAUSAL),
     "float32": Case(options=CAUSAL, dtype=torch.float32),
     "bfloat16": Case(options=CAUSAL, dtype=torch.bfloat16),
-    "compiled-ring": Case(options=WINDOW, compiled=True),
-    "compiled-gather": Case("contiguous", "gather", options={**CAUSAL, "softcap": 3.0}, compiled=True),
+    "compiled-ring": Case(options=WINDOW, compiled="inductor"),
+    "compiled-gather": Case("contiguous", "gather", options={**CAUSAL, "softcap": 3.0}, compiled="aot_eager"),
 }
 NAMES = ("query", "key", "value")
 
@@ -106,7 +106,7 @@ def run_case(case: Case, seed: int, repeat: bool = False) -> dict[str, float]:
         # Something before and after, so that there is a graph around the op.
         return context.attention(parts[0] * 1, *parts[1:], length=case.length, return_lse=True, **case.options)
 
-    call = torch.compile(function, fullgraph=True) if case.compiled else function
+    call = torch.compile(function, fullgraph=True, backend=case.compiled) if case.compiled else function
     out, lse = call(*parts)
     of_rows = [context.shard(x, 2) for x in grads]
     torch.autograd.backward([out, lse] if case.with_lse else [out], of_rows if case.with_lse else of_rows[:1])

@@ -13,7 +13,7 @@ from typing import Any
 SECONDS = 300  # for all that the ranks of a call do
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "flash_inductor", "flash_inductor.distributed", "distributed.pool"]
+    ["torch._inductor.compile_fx", "torch.distributed.tensor", "flash_inductor.distributed", "distributed.pool"]
 )
 
 
