@@ -73,7 +73,7 @@ def fake_environment(versions: ModuleType, folder: Path) -> Path:
     python = place / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    (place / "ready").touch()
+    (place / "ready").write_text(versions.wanted(versions.TORCH["2.12"]))
     return place
 
 
@@ -89,6 +89,22 @@ def test_a_run_with_an_environment_that_is_there(
     assert code == (0 if good else 1)
     assert ("2 passed, 0 failed, 0 skipped" if good else "1 passed, 1 failed, 0 skipped") in last
     assert ("test_it::test_one" in last) is not good
+
+
+def test_an_environment_is_made_once_and_follows_the_pins(
+    versions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, installed = [], []
+    monkeypatch.setattr(versions.venv, "create", lambda place, **options: (made.append(place), place.mkdir()))
+    monkeypatch.setattr(versions.subprocess, "run", lambda command, **options: installed.append(command))
+    place = tmp_path / "torch"
+    for _ in range(2):
+        assert versions.install(place, "2.12.1") == str(place / "bin" / "python")
+    assert all(f'"{name}' in versions.wanted("2.12.1") for name in ("torch>=", "pytest>=", "transformers>="))
+    assert len(made) == len(installed) == 1 and "torch==2.12.1" in (place / "constraints.txt").read_text()
+    monkeypatch.setattr(versions, "constraints", lambda torch: ["torch==2.12.1", "numpy==9"])
+    versions.install(place, "2.12.1")
+    assert len(made) == 1 and len(installed) == 2 and "numpy==9" in (place / "constraints.txt").read_text()
 
 
 def test_a_version_that_cannot_be_installed(

@@ -4,9 +4,9 @@
     python tools/versions.py --only 2.11,newest       some of them
     python tools/versions.py --only 2.12 --keep ~/envs --tests tests/lowering tests/matching/test_buffers.py
 
-"newest" is the newest torch that pip finds.  With --keep the environments stay in that folder, and are used again.
-Everything else is installed as constraints.txt says.  The last lines are a table; the exit code is 1 if
-anything failed.
+"newest" is the newest torch that pip finds.  With --keep the environments stay in that folder, and are used again; only
+what the pins or pyproject.toml have changed since is installed.  Everything else is installed as constraints.txt says.
+The last lines are a table; the exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # A torch from the default index requires its triton itself; builds for CPUs only leave it open.
 TORCH = {"2.11": "2.11.0", "2.12": "2.12.1", "2.13": "2.13.0", "2.14": "2.14.1"}
-TRITON = {"2.11.0": "3.6.0", "2.12.1": "3.7.1", "2.13.0": "3.7.0", "2.15.0": "3.9.0"}
+TRITON = {"2.11.0": "3.6.0", "2.12.1": "3.7.1", "2.13.0": "3.7.0", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}
 NEWEST = "newest"
 SUITES = {
     # matching, ops, code generated for a GPU that isn't there, Triton's interpreter, and what is private to a version
-    "all": ["tests/matching", "tests/ops", "tests/lowering", "tests/kernels", "tests/integration"],
+    "all": ["tests/matching", "tests/ops", "tests/lowering", "tests/kernels", "tests/integration", "tests/ecosystem"],
+    # What leans most on what versions differ in, a file or more of each kind.
     "short": [
         "tests/integration/test_switch.py",
-        "tests/matching/test_buffers.py",
+        "tests/lowering/test_generated_code.py",
         "tests/lowering/test_fallback.py",
-        "tests/ops/test_cpu.py",
+        "tests/matching/test_buffers.py",
+        "tests/ops/test_transforms.py",
+        "tests/kernels/test_interpreter.py",
+        "tests/ecosystem/test_processes.py",
+        "tests/ecosystem/test_functorch.py",
+        "tests/ecosystem/test_checkpoint.py",
+        "tests/ecosystem/test_faults.py",
     ],
 }
 
@@ -72,18 +79,25 @@ def constraints(torch: str) -> list[str]:
     return [*kept, f"torch=={torch}", *([f"triton=={TRITON[torch]}"] if torch in TRITON else [])]
 
 
+def wanted(torch: str) -> str:
+    """What an environment is made from; another text, and pip has to run again."""
+    project = re.findall(r"^(?:dependencies|test|models) = .*", (ROOT / "pyproject.toml").read_text(), re.M)
+    return "\n".join([*constraints(torch), *project])
+
+
 def install(folder: Path, torch: str) -> str:
     """Make the environment unless it is there, and return its Python; CalledProcessError if pip fails."""
     python = str(folder / "bin" / "python")
     ready = folder / "ready"
-    if ready.exists():
+    if ready.exists() and ready.read_text() == wanted(torch):
         return python
-    venv.create(folder, with_pip=True, clear=folder.exists())
+    if not ready.exists():
+        venv.create(folder, with_pip=True, clear=folder.exists())
     pins = folder / "constraints.txt"
     pins.write_text("\n".join(constraints(torch)) + "\n")
     pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--progress-bar", "off", "-c", str(pins)]
     subprocess.run([*pip, "triton", "-e", f"{ROOT}[test]"], check=True)
-    ready.touch()
+    ready.write_text(wanted(torch))
     return python
 
 
