@@ -65,7 +65,7 @@ def _parse_kernel(name: str, source: str) -> KernelSource:
     )
 
 
-def run_in_child(jobs: Sequence[dict[str, Any]], timeout: float = 300) -> list[list[Any] | str]:
+def run_in_child(jobs: Sequence[dict[str, Any]], timeout: float = 500) -> list[list[Any] | str]:
     """For each job ``{"codes": [fw] or [fw, bw], "inputs": [...], "n_outputs": int, "tangents": [...]}``: the values.
 
     A result holds the forward's outputs, then (if a tangent was given) the backward's outputs: gradients, None where
