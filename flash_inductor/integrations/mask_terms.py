@@ -57,6 +57,8 @@ class Terms:
 
     __rand__ = __and__
 
+    device = None  # only handed back to ``to``
+
     def to(self, *_: Any, **__: Any) -> Terms:
         """A move to another device or dtype, which symbols have none of."""
         return self
@@ -86,10 +88,6 @@ class Position:
     offset: Int = 0
     per_batch: tuple[Tensor, ...] = ()
     divisor: Int | None = None
-
-    @property
-    def device(self) -> str:
-        return "meta"  # only handed back to Terms.to
 
     def new_ones(self, *_: Any, **__: Any) -> Terms:
         """``query_index.new_ones((), dtype=bool)``: everything is visible."""

@@ -60,8 +60,12 @@ def pair(config: Any, build: Callable[..., Any], dtype: torch.dtype = torch.floa
     return models[0], models[1]
 
 
-def decoders(name: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
-    return pair(DECODERS[name](), t.AutoModelForCausalLM.from_config, dtype, experts_implementation="eager")
+def decoders(name: str, dtype: torch.dtype = torch.float64, layers: int = 2, experts: str = "eager") -> tuple[Any, Any]:
+    config = DECODERS[name]()
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    return pair(config, t.AutoModelForCausalLM.from_config, dtype, experts_implementation=experts)
 
 
 def batch(kind: str, length: int = 14) -> dict[str, torch.Tensor]:
