@@ -12,24 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from grid import ranking
-
+from flash_inductor.bench import ranking, tuning
 from flash_inductor.bench.case import Case
+from flash_inductor.bench.tuning import SHARE, ordered
 
-Call = Callable[[], Any]
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-# Products of each Triton kernel, in units of the forward's two.
-SHARE = {"fwd": 1.0, "dq": 1.5, "dkdv": 2.0}
-SAME = 2e-2  # relative difference of two right results
 
 
 def kernel_cases(lengths: Sequence[int]) -> list[Case]:
@@ -56,80 +51,17 @@ def config_cases() -> list[Case]:
     return [*plain, Case("tune", 4, 16, 8, 4096, 256, True, None, 50.0)]
 
 
-def times(calls: dict[str, Call], args: argparse.Namespace, clock: Any) -> dict[str, float]:
-    """Milliseconds of each call that doesn't refuse or fail; those that do are printed."""
-    import statistics
-
-    from flash_inductor.bench.timing import interleave
-
-    able = {}
-    for name, call in calls.items():
-        try:
-            call()
-            able[name] = call
-        except NotImplementedError:
-            pass
-        except Exception as error:
-            print(f"    {name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
-    return {name: statistics.median(ms) for name, ms in interleave(able, clock, 3, args.rep).items()}
-
-
 def measure_kernels(args: argparse.Namespace) -> list[ranking.Measured]:
-    import torch
-
-    from flash_inductor.bench import impls, timing
-    from flash_inductor.kernels.choices import KERNELS
+    from flash_inductor.bench import timing
 
     clock, found = timing.GpuClock(), []
-    attn, attn_backward = torch.ops.flashbwd.attn, torch.ops.flashbwd.attn_backward
     for case in kernel_cases(args.lengths):
-        query, key, value, grad_out = impls.inputs(case, "cuda")
-        out, lse = attn(query, key, value, **case.options, kernel_name="triton")
-
-        def forward(kernel: str, case: Case = case, inputs: Any = (query, key, value)) -> Call:
-            return lambda: attn(*inputs, **case.options, kernel_name=kernel)
-
-        def backward(
-            kernel: str, case: Case = case, saved: Any = (grad_out, None, query, key, value, out, lse)
-        ) -> Call:
-            return lambda: attn_backward(*saved, **case.options, kernel_name=kernel)
-
-        for kind, make in (("fwd", forward), ("bwd", backward)):
-            ms = times({kernel: make(kernel) for kernel in KERNELS}, args, clock)
-            band = "window" if case.window else "causal" if case.causal else "full"
-            found.append(ranking.Measured(kind, case.head_dim, band, case.softcap is not None, case.length, ms))
-            flops = case.flops[ranking.PARTS[kind]]
-            text = ", ".join(f"{name} {flops / t / 1e9:.0f}" for name, t in sorted(ms.items(), key=lambda x: x[1]))
-            print(f"{case!s:60}{kind}  TFLOP/s {text}", flush=True)
+        for m in tuning.kernels(case, clock, args.rep, print_line):
+            found.append(m)
+            flops = case.flops[ranking.PARTS[m.kind]]
+            text = ", ".join(f"{name} {flops / t / 1e9:.0f}" for name, t in sorted(m.ms.items(), key=lambda x: x[1]))
+            print_line(f"{case!s:60}{m.kind}  TFLOP/s {text}")
     return found
-
-
-def config_calls(case: Case) -> Iterator[tuple[str, dict[Any, Call]]]:
-    """(kernel, {config: call}) for what the table offers for a case."""
-    from flash_inductor.bench import impls
-    from flash_inductor.kernels.configs import configs
-    from flash_inductor.ops import choice, triton_kernels
-
-    query, key, value, grad_out = impls.inputs(case, "cuda")
-    capability, limit = choice.device_limits(query.device.index)
-    out, lse = triton_kernels.forward(query, key, value, **case.options)
-    block = triton_kernels.block_dim(case.head_dim)
-    wanted = {"dq": (True, False, False, False), "dkdv": (False, True, True, False)}
-
-    def call(kind: str, config: Any) -> Call:
-        if kind == "fwd":
-            return lambda: triton_kernels.forward(query, key, value, **case.options, config=config)
-        options: dict[str, Any] = {f"{kind}_config": config, "grad_mask": wanted[kind], **case.options}
-        return lambda: triton_kernels.backward(grad_out, None, query, key, value, out, lse, **options)
-
-    for kind in SHARE:
-        offered = configs(kind, capability, block, block, query.element_size(), limit)  # type: ignore[arg-type]
-        yield kind, {config: call(kind, config) for config in offered}
-
-
-def same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
-    pairs = [(x.float(), y.float()) for x, y in zip(found, expected, strict=True) if y.numel()]
-    return all(bool((x - y).norm() <= SAME * y.norm()) for x, y in pairs)
 
 
 def measure_configs(args: argparse.Namespace) -> dict[tuple[str, int], list[dict[Any, float]]]:
@@ -139,35 +71,17 @@ def measure_configs(args: argparse.Namespace) -> dict[tuple[str, int], list[dict
     clock = timing.GpuClock()
     found: dict[tuple[str, int], list[dict[Any, float]]] = {}
     for case in config_cases():
-        for kind, calls in config_calls(case):
-            expected, right = next(iter(calls.values()))(), {}
-            for config, call in calls.items():
-                try:
-                    if same(call(), expected):
-                        right[str(tuple(config))] = call
-                    else:
-                        print(f"    {kind} {tuple(config)}: other results than the first", flush=True)
-                except Exception as error:
-                    print(f"    {kind} {tuple(config)}: {type(error).__name__}: {str(error)[:150]}", flush=True)
-            ms = times(right, args, clock)
+        for kind, ms in tuning.tiles(case, clock, args.rep, print_line, tuning.offered):
             flops = SHARE[kind] * case.flops["forward"]
-            text = ", ".join(f"{name} {flops / t / 1e9:.0f}" for name, t in sorted(ms.items(), key=lambda x: x[1]))
-            print(f"{case!s:44}{kind:5} TFLOP/s {text}", flush=True)
-            found.setdefault((kind, case.head_dim), []).append(
-                {c: ms[str(tuple(c))] for c in calls if str(tuple(c)) in ms}
-            )
+            ranked = sorted(ms.items(), key=lambda x: x[1])
+            text = ", ".join(f"{tuple(config)} {flops / t / 1e9:.0f}" for config, t in ranked)
+            print_line(f"{case!s:44}{kind:5} TFLOP/s {text}")
+            found.setdefault((kind, case.head_dim), []).append(ms)
     return found
 
 
-def ordered(cases: Sequence[dict[Any, float]]) -> list[Any]:
-    """Configurations by the geometric mean over the cases of time over the case's best; those that failed once last."""
-
-    def cost(config: Any) -> float:
-        if not all(config in ms for ms in cases):
-            return math.inf
-        return sum(math.log(ms[config] / min(ms.values())) for ms in cases)
-
-    return sorted(dict.fromkeys(c for ms in cases for c in ms), key=cost)
+def print_line(text: str) -> None:
+    print(text, flush=True)
 
 
 def config_table(found: dict[tuple[str, int], list[dict[Any, float]]]) -> str:

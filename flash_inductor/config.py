@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 ENV_PREFIX = "FLASH_INDUCTOR_"
@@ -30,6 +31,8 @@ class Config:
         kernel_options: tile configurations that replace the table's for the Triton kernels, also under max_autotune:
             ``{"fwd": {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 3}, "dq": ..., "dkdv": ...,
             "dbias": ...}``.  block_m counts query rows and block_n key rows.  What is left out keeps the table's value.
+        table: file with the user's own measurements of kernels and tiles, as ``flash-inductor tune`` writes it;
+            "off" for none.
         include: rewrite only sites that match one of these patterns (as in fnmatch); none means all.  A pattern is
             held against the path ("model.layers.0.self_attn") and the class name of the module that the site is in and
             of each module around it, and against its place ("model.py:12 in forward").
@@ -48,6 +51,7 @@ class Config:
     lowering: str = "template"
     kernel: str = "auto"
     kernel_options: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
+    table: str = "~/.cache/flash_inductor/table.json"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     max_mask_elements: int = 1 << 28
@@ -81,6 +85,11 @@ class Config:
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
         return cls(**values)
+
+
+def table_path(config: Config) -> Path | None:
+    """Where ``Config.table`` is, whether or not there is a file; None if it is "off"."""
+    return None if config.table == "off" else Path(os.path.expanduser(config.table))
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import attention
 import tune
-from grid import cases, plots, ranking, summary
+from grid import cases, plots, summary
 
-from flash_inductor.bench import check
+from flash_inductor.bench import check, ranking, tuning
 
 # --- summary and gate
 
@@ -161,7 +161,8 @@ def test_configurations_are_ordered_over_all_cases() -> None:
     found["fwd", 64][0][32, 32, 4, 1] = 0.5  # failed in the other case
     table = tune.config_table(found)
     assert "64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(32, 32, 4, 1),)" in table
-    assert tune.same([torch.ones(4)], [torch.ones(4)]) and not tune.same([torch.full((4,), torch.nan)], [torch.ones(4)])
+    assert tuning.same([torch.ones(4)], [torch.ones(4)])
+    assert not tuning.same([torch.full((4,), torch.nan)], [torch.ones(4)])
     assert {(c.head_dim, c.causal, c.window, c.softcap) for c in tune.kernel_cases([512, 4096])} >= {
         (256, True, 512, 50.0),
         (64, False, None, None),

@@ -11,10 +11,10 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from . import bench, demo, doctor, explain
+from . import bench, demo, doctor, explain, tune
 from .errors import UsageError, is_out_of_memory
 
-COMMANDS = (demo, doctor, explain, bench)
+COMMANDS = (demo, doctor, explain, bench, tune)
 OK, PROBLEM, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 
 

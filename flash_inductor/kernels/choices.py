@@ -6,6 +6,7 @@ Kernels by name: "gluon" (Hopper, kernels/hopper), "triton" (the templates and t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 KERNELS = ("triton", "gluon", "cudnn", "flash")
@@ -46,12 +47,18 @@ ROWS: dict[int, tuple[Row, ...]] = {
 
 def order(architecture: int, kind: Kind, head_dim: int, band: Band, length: int, softcap: bool) -> tuple[str, ...]:
     """Kernels, fastest first; "triton" is always among the last."""
+    first = first_row(ROWS.get(architecture, ()), kind, head_dim, band, length, softcap)
+    return (*first, *ORDER.get(architecture, ()), "triton")
+
+
+def first_row(
+    rows: Iterable[Row], kind: Kind, head_dim: int, band: Band, length: int, softcap: bool
+) -> tuple[str, ...]:
+    """The kernels of the first row that a problem falls under; () if there is none."""
     bucket = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-    first: tuple[str, ...] = ()
-    for row in ROWS.get(architecture, ()):
+    for row in rows:
         if (row.kind, row.head_dim, row.band, row.softcap) == (kind, bucket, band, softcap) and (
             row.lengths[0] <= length <= row.lengths[1]
         ):
-            first = row.kernels
-            break
-    return (*first, *ORDER.get(architecture, ()), "triton")
+            return row.kernels
+    return ()

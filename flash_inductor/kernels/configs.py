@@ -5,9 +5,11 @@ The first config of an entry is what eager launches; the whole list is what auto
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 Kind = Literal["fwd", "dq", "dkdv", "dbias"]
+KINDS: tuple[Kind, ...] = ("fwd", "dq", "dkdv", "dbias")
 
 
 class Config(NamedTuple):
@@ -144,20 +146,37 @@ def configs(
     """
     bucket = max(64, block_d, block_dv)
     tables = [_SMALL] if itemsize > 2 else [{9: _HOPPER, 10: _BLACKWELL}.get(capability // 10, _AMPERE), _SMALL]
-    smallest = _SMALL[kind][bucket][-1]
-    if pair_bytes:
-        tables = [{kind: {bucket: _narrow(kind, bucket, table[kind][bucket])}} for table in tables]
-    if max_shared_memory is None:
-        return tables[0][kind][bucket]
     for table in tables:
-        fitting = tuple(
-            c
-            for c in table[kind][bucket]
-            if shared_memory_bytes(kind, c, block_d, block_dv, itemsize, capability, pair_bytes) <= max_shared_memory
+        found = fitting(
+            kind, table[kind][bucket], capability, block_d, block_dv, itemsize, max_shared_memory, pair_bytes
         )
-        if fitting:
-            return fitting
-    return (smallest,)
+        if found:
+            return found
+    return (_SMALL[kind][bucket][-1],)
+
+
+def fitting(
+    kind: Kind,
+    offered: tuple[Config, ...],
+    capability: int,
+    block_d: int,
+    block_dv: int,
+    itemsize: int,
+    max_shared_memory: int | None = None,
+    pair_bytes: int = 0,
+) -> tuple[Config, ...]:
+    """Those of ``offered`` that the device has the shared memory for; other arguments as in :func:`configs`."""
+    if pair_bytes:
+        offered = _narrow(kind, max(64, block_d, block_dv), offered)
+    limit = math.inf if max_shared_memory is None else max_shared_memory
+    sizes = (block_d, block_dv, itemsize, capability, pair_bytes)
+    return tuple(c for c in offered if shared_memory_bytes(kind, c, *sizes) <= limit)
+
+
+def known(kind: Kind, bucket: int) -> tuple[Config, ...]:
+    """Every tile that some table has for a kernel at a padded head dim of 64, 128 or 256."""
+    tables = (_HOPPER, _BLACKWELL, _AMPERE, _SMALL)
+    return tuple(dict.fromkeys(c for table in tables for c in table[kind][bucket]))
 
 
 def _narrow(kind: Kind, bucket: int, table: tuple[Config, ...]) -> tuple[Config, ...]:

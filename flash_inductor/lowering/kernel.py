@@ -11,7 +11,7 @@ from .._compat import inductor
 from .._compat.inductor import Expr, IRNode
 from ..config import get_config
 from ..kernels.choices import Band, Kind
-from ..ops import choice
+from ..ops import choice, tuned
 from ..ops.choice import Problem
 from ..ops.extras import NO_EXTRAS, Extras
 from ..spec import MaskSpec
@@ -41,7 +41,7 @@ def call_of_kernel(
     assert query is not None and value is not None
     problem = _problem(kind, query, value, keywords, constants, grad_lse=kind == "bwd" and args[1] is not None)
     measured = asked is None and forced == "auto" and inductor.max_autotune() and len(choice.eligible(problem)) > 1
-    name = asked or choice.choose(problem, forced)
+    name = asked or choice.choose(problem, forced, tuned.current())
     if name == "triton" and not measured:
         return None
     args = inductor.in_traced_layout(args)

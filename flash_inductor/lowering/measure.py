@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._compat import inductor
 from .._compat.inductor import IRNode
-from ..ops import choice
+from ..ops import choice, tuned
 from ..ops.choice import Problem
 from ..ops.library import attn, attn_backward
 
@@ -32,7 +32,7 @@ def fastest(problem: Problem, args: Sequence[IRNode | None], keywords: dict[str,
     key = (problem, str(device), *shapes, repr(options))
     if key not in _fastest:
         times = _times(problem, args, options, device)
-        _fastest[key] = min(times, key=times.__getitem__) if times else choice.choose(problem)
+        _fastest[key] = min(times, key=times.__getitem__) if times else choice.choose(problem, table=tuned.current())
         words = ", ".join(f"{name} {ms:.3f} ms" for name, ms in sorted(times.items(), key=lambda item: item[1]))
         log.info("%s, %s: %s", problem, device, words)
     return _fastest[key]

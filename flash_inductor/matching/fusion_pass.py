@@ -16,6 +16,7 @@ from torch import fx
 from .. import config as settings
 from .._compat import hooks
 from .._compat.pass_chain import GraphPass
+from ..ops import tuned
 from ..report import Site, count_graph, record, redirect
 from . import install, stock
 
@@ -39,7 +40,7 @@ SOURCES = _hash_of_sources()
 
 class _Pass(GraphPass):
     def uuid(self) -> Any:
-        return (type(self).__name__, SOURCES, repr(settings.get_config()))
+        return (type(self).__name__, SOURCES, repr(settings.get_config()), tuned.current().digest)
 
     def __reduce__(self) -> Any:
         # torch 2.11 pickles the pass itself into the cache key: the pickle must say what the uuid says.

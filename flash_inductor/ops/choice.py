@@ -16,6 +16,7 @@ from .. import support
 from ..config import get_config
 from ..kernels.choices import KERNELS, Band, Kind, order
 from ..spec import AttentionSpec, MaskSpec
+from . import tuned
 
 _SHORTEST_CUDNN = 64  # cuDNN has had no plan for some shorter lengths
 _OLDEST_CUDNN = 90_500
@@ -105,11 +106,15 @@ def fits(kernel: str, p: Problem) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def choose(p: Problem, forced: str = "auto") -> str:
-    """The fastest kernel by the table; ``forced`` (``Config.kernel``) instead where it takes the problem."""
+def choose(p: Problem, forced: str = "auto", table: tuned.Table = tuned.NONE) -> str:
+    """The fastest kernel by the user's ``table``, then by the package's.
+
+    ``forced`` (``Config.kernel``) instead where it takes the problem.
+    """
     if 0 in p.lengths:
         return "triton"
-    ranked = order(p.capability // 10, p.kind, max(p.head_dim, p.v_head_dim), p.band, p.lengths[1], p.softcap)
+    features = (p.kind, max(p.head_dim, p.v_head_dim), p.band, p.lengths[1], p.softcap)
+    ranked = (*table.order(p.capability, *features), *order(p.capability // 10, *features))
     return next(kernel for kernel in (forced, *ranked) if kernel != "auto" and fits(kernel, p))
 
 
@@ -140,8 +145,8 @@ def of_site(
         bool(spec.extras),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    forced = get_config().kernel
-    return choose(problem, forced), choose(problem._replace(kind="bwd"), forced)
+    how = get_config().kernel, tuned.current()
+    return choose(problem, *how), choose(problem._replace(kind="bwd"), *how)
 
 
 def _symbol(size: Any) -> Any:

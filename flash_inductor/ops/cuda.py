@@ -19,7 +19,7 @@ from ..config import get_config
 from ..kernels.choices import Kind
 from ..spec import MaskSpec
 from ..support import effective_mask
-from . import aten, choice, triton_kernels
+from . import aten, choice, triton_kernels, tuned
 from .layout import dense_strides, empty_like_layout, has_wide_rows
 from .triton_kernels import on_device
 
@@ -107,7 +107,7 @@ def prepare(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any
             raise NotImplementedError(_cannot(kernel, reason))
     # Compiled code names a kernel for all lengths and both modes: where it can't be that one, the table decides.
     if kernel is None or not choice.fits(kernel, problem):
-        kernel = choice.choose(problem, get_config().kernel)
+        kernel = choice.choose(problem, get_config().kernel, tuned.current())
     read = [x for x in (tensors[:3] if kind == "fwd" else (tensors[0], *tensors[2:6])) if x is not None]
     if kernel == "triton" or query.numel() == 0 or key.numel() == 0 or not all(map(has_wide_rows, read)):
         return triton

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..config import get_config
-from ..kernels.configs import Config, Kind, configs
+from ..kernels.configs import Config, Kind, configs, fitting
+from . import tuned
 
 
 def tile_configs(
@@ -15,11 +16,17 @@ def tile_configs(
     max_shared_memory: int | None = None,
     pair_bytes: int = 0,
 ) -> tuple[Config, ...]:
-    """:func:`kernels.configs.configs`, unless ``Config.kernel_options`` sets this kind of kernel: then that one config.
+    """:func:`kernels.configs.configs`, the tiles of the user's own table first.
+
+    Unless ``Config.kernel_options`` sets this kind of kernel: then that one config.
 
     What an option leaves out is taken from the table's first config.  A tile of the user's is not checked against the
     shared memory: Triton says so itself, with the number.
     """
-    table = configs(kind, capability, block_d, block_dv, itemsize, max_shared_memory, pair_bytes)
+    sizes = (capability, block_d, block_dv, itemsize, max_shared_memory, pair_bytes)
+    table = configs(kind, *sizes)
+    mine = tuned.current().tiles.get((capability, kind, max(64, block_d, block_dv)), ())
+    if mine and itemsize == 2:  # what tune measures
+        table = tuple(dict.fromkeys([*fitting(kind, mine, *sizes), *table]))
     options = get_config().kernel_options.get(kind)
     return table if options is None else (table[0]._replace(**options),)

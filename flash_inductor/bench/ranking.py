@@ -1,4 +1,4 @@
-"""From times of kernels to rows of ``flash_inductor/kernels/choices.py``.  No GPU."""
+"""From times of kernels to rows of ``kernels/choices.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from flash_inductor.kernels.choices import KERNELS, ORDER, Row
+from ..kernels.choices import KERNELS, ORDER, Row
 
 PARTS = {"fwd": "forward", "bwd": "backward"}
 MARGIN = 1.02  # times the architecture's own order must be beaten by
@@ -47,8 +47,10 @@ def from_cells(cells: Iterable[dict[str, Any]]) -> list[Measured]:
     return found
 
 
-def ranking(measured: Sequence[Measured], architecture: int) -> tuple[str, ...]:
-    """Kernels, fastest first, over problems that differ in what the table doesn't know; () where its order will do.
+def ranking(measured: Sequence[Measured], architecture: int, always: bool = False) -> tuple[str, ...]:
+    """Kernels, fastest first, over problems that differ in what the table doesn't know.
+
+    () where the architecture's order will do, unless ``always``.
 
     By the sum over the problems of time over that problem's best; only kernels that ran in all of them are ranked.
     """
@@ -56,6 +58,8 @@ def ranking(measured: Sequence[Measured], architecture: int) -> tuple[str, ...]:
     cost = {k: sum(m.ms[k] / min(m.ms.values()) for m in measured) for k in kernels}
     if not cost:
         return ()
+    if always:
+        return tuple(sorted(cost, key=cost.__getitem__))
     default = next((k for k in (*ORDER.get(architecture, ()), "triton") if k in cost), None)
     best = min(cost, key=cost.__getitem__)
     if default is not None and cost[default] <= MARGIN * cost[best]:
@@ -64,8 +68,11 @@ def ranking(measured: Sequence[Measured], architecture: int) -> tuple[str, ...]:
     return tuple(ranked[: ranked.index(default) + 1]) if default is not None else tuple(ranked)
 
 
-def rows(measured: Sequence[Measured], architecture: int) -> list[Row]:
-    """The rows of the table.  A length stands for those nearer to it than to its neighbours, by their ratio."""
+def rows(measured: Sequence[Measured], architecture: int, always: bool = False) -> list[Row]:
+    """The rows of the table, with ``always`` for every problem.
+
+    A length stands for those nearer to it than to its neighbours, by their ratio.
+    """
     problems: dict[tuple[Any, ...], dict[int, list[Measured]]] = {}
     for m in measured:
         problems.setdefault(m.problem, {}).setdefault(m.length, []).append(m)
@@ -76,7 +83,7 @@ def rows(measured: Sequence[Measured], architecture: int) -> list[Row]:
         begins = [0, *(end + 1 for end in ends)]
         mine: list[Row] = []
         for length, begin, end in zip(lengths, begins, ends, strict=False):
-            kernels = ranking(by_length[length], architecture)
+            kernels = ranking(by_length[length], architecture, always)
             if not kernels:
                 continue
             if mine and mine[-1].kernels == kernels and mine[-1].lengths[1] + 1 == begin:
