@@ -27,7 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "report_text": {"report"},
     "_compat": set(),
     "reference": {"spec"},
-    "bench": set(),
+    "bench": {*BASE, "ops", "kernels"},
     "kernels": BASE,
     "ops": {*BASE, "_compat", "kernels"},
     "lowering": {*BASE, "_compat", "ops", "kernels"},
