@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -73,6 +74,16 @@ def test_explicit_op(run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 def test_z_loss(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("z_loss", "--steps", "30") == 0
     assert "z-loss weight 0.01" in capsys.readouterr().out
+
+
+def test_context_parallel_on_two_ranks() -> None:
+    script = (ROOT / "examples" / "context_parallel").with_suffix(".py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, "--steps", "3"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 2: loss" in done.stdout
+    assert "first step on 2 ranks and on one, loss and gradients: equal within rounding" in done.stdout
 
 
 def test_each_example_is_run_and_listed() -> None:
