@@ -9,9 +9,6 @@ keys.  It rewrites nothing before :func:`enable` and does not import torch._indu
 Where transformers is imported too, ``attn_implementation="flash_inductor"`` is known to it.
 """
 
-from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
-from importlib.metadata import version as _version
-
 from . import ops
 from ._compat import hooks as _hooks
 from .backend import flash_inductor as _backend
@@ -29,10 +26,7 @@ from .matching.install import (
 from .report import Explanation, Site
 from .spec import AttentionSpec, MaskSpec
 
-try:
-    __version__ = _version("flash-inductor")
-except _PackageNotFoundError:  # used from a checkout that is not installed
-    __version__ = "0.1.0"
+__version__ = "0.1.0"
 
 __all__ = [
     "AttentionSpec",
