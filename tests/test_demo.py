@@ -54,6 +54,11 @@ def test_attention_sees_its_window_and_nothing_else(window: int | None) -> None:
     assert moved.nonzero().flatten().tolist() == list(range(10, last + 1))
 
 
+def test_the_command_lines_example_is_the_demos_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "flash_inductor.demo:make", "--json"]) == 0
+    assert [site["spec"]["softcap"] for site in json.loads(capsys.readouterr().out)["sites"]] == [50.0, 50.0]
+
+
 def test_every_site_of_the_model_is_recognised() -> None:
     model = LanguageModel(TINY.model)
     tokens = torch.zeros(1, 48, dtype=torch.long)

@@ -16,7 +16,7 @@ import torch
 from .. import config, support
 from .._compat import toolchain, unsupported
 from ..matching.install import is_enabled
-from ..ops import choice
+from ..ops import choice, tuned
 
 Status = Literal["ok", "info", "warning", "problem"]
 OLDEST_CAPABILITY = (8, 0)
@@ -118,6 +118,7 @@ def settings(environ: Mapping[str, str]) -> Iterator[Check]:
     changed = [f for f in fields(current) if getattr(current, f.name) != getattr(default, f.name)]
     words = ", ".join(f"{f.name}={getattr(current, f.name)!r}" for f in changed) or "all by default"
     yield Check("settings", "info", f"{words}; the plugin is {'on' if is_enabled() else 'off'} in this process")
+    yield table()
     if current.cpu == "off":
         yield Check("cpu=off", "warning", "attention on the CPU is left alone", f"unset {config.ENV_PREFIX}CPU")
     known = variables()
@@ -125,6 +126,19 @@ def settings(environ: Mapping[str, str]) -> Iterator[Check]:
         near = difflib.get_close_matches(name, known, 1)
         remedy = f"write {near[0]}" if near else f"use one of {', '.join(sorted(known))}"
         yield Check(name, "warning", "no setting has this name, so the variable does nothing", remedy)
+
+
+def table() -> Check:
+    """The user's own table of kernels and tiles."""
+    path = config.table_path(config.get_config())
+    if path is None or not path.exists():
+        return Check("table", "info", "none of your own; on a GPU flash-inductor tune makes one")
+    try:
+        gpus = ", ".join(f"{c // 10}.{c % 10}" for c in tuned.parse(path.read_text()).kernels)
+    except (OSError, ValueError) as error:
+        remedy = "make it again with flash-inductor tune, or delete it"
+        return Check("table", "warning", f"{path} is not used: {error}", remedy)
+    return Check("table", "ok", f"{path}, for compute capability {gpus or 'none'}")
 
 
 def variables() -> set[str]:

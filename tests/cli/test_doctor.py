@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import flash_inductor
 from flash_inductor.cli import checks, main, selftest
 from flash_inductor.cli.checks import Check
+from flash_inductor.ops import tuned
 
 
 def test_a_sound_machine_is_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,16 +65,28 @@ def test_c_compiler_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_and_variables() -> None:
-    with flash_inductor.override(cpu="off"):
+    with flash_inductor.override(cpu="off", table="off"):
         found = list(checks.settings({"FLASH_INDUCTOR_KERNELS": "gluon", "FLASH_INDUCTOR_XYZZY": "1", "HOME": "/"}))
     assert [(c.name, c.status) for c in found] == [
         ("settings", "info"),
+        ("table", "info"),
         ("cpu=off", "warning"),
         ("FLASH_INDUCTOR_KERNELS", "warning"),
         ("FLASH_INDUCTOR_XYZZY", "warning"),
     ]
-    assert "cpu='off'" in found[0].text and found[2].remedy == "write FLASH_INDUCTOR_KERNEL"
-    assert [c.name for c in checks.settings({"FLASH_INDUCTOR_CPU": "on"})] == ["settings"]
+    assert "cpu='off'" in found[0].text and found[3].remedy == "write FLASH_INDUCTOR_KERNEL"
+    assert [c.name for c in checks.settings({"FLASH_INDUCTOR_CPU": "on"})] == ["settings", "table"]
+
+
+def test_tables(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    with flash_inductor.override(table=str(path)):
+        assert checks.table().status == "info"
+        tuned.write(path, 90, {"name": "toy"})
+        assert checks.table().status == "ok" and "9.0" in checks.table().text
+        path.write_text("{}")
+        found = checks.table()
+    assert found.status == "warning" and "expected an object with format 1" in found.text and found.remedy
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 import io
 import json
+import logging
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -219,7 +221,7 @@ def test_picture_drawn_by_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="dot failed: bad format"):
         e.draw(tmp_path / "graph.png")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(RuntimeError, match="needs Graphviz's program dot.*install Graphviz"):
+    with pytest.raises(RuntimeError, match=r"needs Graphviz's program dot.*install Graphviz"):
         e.draw(tmp_path / "graph.svg")
 
 
@@ -246,3 +248,23 @@ def test_reason_splits_into_cause_and_remedy() -> None:
     assert flash_inductor.Site("x", "sdpa", True).remedy is None
     data = site.to_dict()
     assert (data["cause"], data["remedy"], data["nodes"]) == ("it is odd", "make it even; or leave it", [])
+
+
+def test_torchs_own_switch_turns_the_log_on(run_python: Callable[..., str]) -> None:
+    out = run_python(
+        """
+        import logging, flash_inductor
+        print(*(logging.getLogger("flash_inductor").isEnabledFor(n) for n in (logging.INFO, logging.DEBUG)))
+        """,
+        TORCH_LOGS="flash_inductor",
+    )
+    assert out.split() == ["True", "False"]
+
+
+def test_each_site_is_logged_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    with flash_inductor.enabled(), caplog.at_level(logging.DEBUG, "flash_inductor"):
+        torch.compile(lambda x: x + 1)(torch.ones(2))
+        torch.compile(causal)(*inputs())
+    lines = [r.getMessage().partition("] ")[2] for r in caplog.records if r.name == "flash_inductor"]
+    assert lines[:2] == ["no attention found", "1 of 1 attention sites replaced"]
+    assert lines[2].startswith("sdpa at conftest.py:") and "causal, as ATen CPU flash" in lines[2]
