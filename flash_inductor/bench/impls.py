@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..kernels.choices import KERNELS
 from .case import Case
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 BLOCK = 128  # of FlexAttention's block mask
 _FILLS: Any = torch.utils.deterministic  # a module whose attributes are settings
-KERNELS = ("triton", "gluon", "cudnn", "flash")
 
 
 class Unsupported(Exception):
