@@ -29,3 +29,15 @@ def exact_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
         return softmax(x, *args, dtype=None if x.dtype is torch.float64 else dtype, **kwargs)
 
     monkeypatch.setattr(F, "softmax", of_its_input)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor up to and with its pre-grad passes, among them this package's; what comes out runs without C++."""
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._inductor import compile_fx
+
+    def rewrite_only(module: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
+        return aot_eager(compile_fx._recursive_pre_grad_passes(module, inputs), inputs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", rewrite_only)
