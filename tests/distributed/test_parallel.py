@@ -31,6 +31,7 @@ def test_the_plugin_adds_no_collective(found: list[Any], name: str) -> None:
         assert counts["stock"] and counts["plugin"] == counts["stock"]
 
 
-def test_attention_of_dtensors_adds_no_collective_to_that_of_local_tensors(found: list[Any]) -> None:
+@pytest.mark.parametrize("name", ["tensor_parallel_inductor", "tensor_parallel_dtensor"])
+def test_neither_does_inductor_nor_attention_of_dtensors(found: list[Any], name: str) -> None:
     for rank in found:
-        assert rank["tensor_parallel_dtensor"]["counts"]["plugin"] == rank["tensor_parallel"]["counts"]["stock"]
+        assert rank[name]["counts"]["plugin"] == rank["tensor_parallel"]["counts"]["stock"]
