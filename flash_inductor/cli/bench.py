@@ -64,8 +64,12 @@ def run(args: argparse.Namespace) -> int:
         bench_show.check_plot(args.plot)  # before minutes of measuring
     if args.json and args.json != "-" and not Path(args.json).resolve().parent.is_dir():
         raise UsageError(f"--json: there is no folder {Path(args.json).resolve().parent}")
-    device = target.check_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu")).type
-    args.device = args.device or device
+    chosen_device = target.check_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device, args.device = chosen_device.type, str(chosen_device)
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device: expected cpu or cuda, got {args.device!r}")
+    if chosen_device.index is not None and device == "cuda":
+        torch.cuda.set_device(chosen_device)  # of the clock and of tensors made for "cuda"
     console = Console(stderr=args.json == "-")
     data: dict[str, Any] = {"version": __version__, **bench_run.machine(device)}
     console.print(f"{data['device']}; " + ", ".join(f"{k} {v}" for k, v in data["versions"].items()), highlight=False)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def make() -> tuple[LanguageModel, tuple[Tensor, Tensor]]:
-    """The model for a CPU, and (tokens, targets): an example for ``flash-inductor explain flash_inductor.demo:make``."""
+    """The model for a CPU, and (tokens, targets): the example ``flash-inductor explain flash_inductor.demo:make``."""
     from .settings import Settings
     from .worker import batches, make_model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,12 @@ def test_a_model_that_can_not_run_in_float64_is_timed_all_the_same() -> None:
     assert "doesn't run in float64: RuntimeError" in found["not_checked"] and found["implementations"]["ours"]["ms"] > 0
 
 
+def test_a_step_can_be_told_apart_by_a_clock() -> None:
+    """GpuClock remembers what a call's launch takes, in a WeakKeyDictionary."""
+    steps = [model.Step(abs, abs, (), {}, False) for _ in range(2)]
+    assert len(weakref.WeakKeyDictionary(zip(steps, "ab", strict=True))) == 2
+
+
 def test_loss_is_the_models_own_or_made_of_all_results() -> None:
     one = torch.tensor(3.0)
     assert model.loss_of({"loss": one, "logits": torch.ones(2)}) is one
@@ -133,6 +140,7 @@ def test_loss_is_the_models_own_or_made_of_all_results() -> None:
         (["--plot", "/no/such/folder/plot.png"], "--plot: there is no folder /no/such/folder"),
         (["--json", "/no/such/folder/data.json"], "--json: there is no folder"),
         (["--device", "cuda:77"], "--device: 'cuda:77' can't be used"),
+        (["--device", "meta"], "--device: expected cpu or cuda, got 'meta'"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_measured(
