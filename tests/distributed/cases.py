@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 
 import flash_inductor.distributed
 from flash_inductor.distributed import ContextParallel
@@ -158,3 +160,17 @@ def unsharded(seed: int) -> bool:
         if not torch.equal(x[:, context.positions(53)], context.shard(x, 1)):
             return False
     return True
+
+
+def inside_torchs_context(seed: int) -> bool:
+    """Whether shards that torch's context_parallel makes are those of the zigzag layout, and attention right."""
+    case = Case(length=16 * dist.get_world_size())
+    whole = [x.detach() for x in whole_inputs(case, seed)]
+    expected = attention_forward(*whole, spec_of(CAUSAL))[0]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    context = ContextParallel(mesh)
+    buffers = [x.clone() for x in whole]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]):
+        same = all(torch.equal(x, context.shard(y, 2)) for x, y in zip(buffers, whole, strict=True))
+        out = context.attention(*buffers, is_causal=True)
+    return same and torch.allclose(out, context.shard(expected, 2))

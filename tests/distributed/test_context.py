@@ -31,6 +31,7 @@ def _work(seed: int, names: list[str]) -> dict[str, Any]:
         "cases": cases.run_all(seed, names),
         "repeats": cases.repeats(seed),
         "unsharded": cases.unsharded(seed),
+        "inside_torchs_context": cases.inside_torchs_context(seed),
     }
 
 
@@ -49,6 +50,6 @@ def test_ranks_compute_their_rows_of_the_whole(found: dict[int, list[Any]], rank
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("what", ["repeats", "unsharded"])
+@pytest.mark.parametrize("what", ["repeats", "unsharded", "inside_torchs_context"])
 def test_ranks(found: dict[int, list[Any]], ranks: int, what: str) -> None:
     assert [rank[what] for rank in found[ranks]] == [True] * ranks
