@@ -167,7 +167,7 @@ def _scores_and_other(program: Program, c: Call, depth: int) -> tuple[Chain, fx.
     if len(found) == 2:
         raise Refused(
             "the scores are a sum of two products (a bias that depends on the content); "
-            "nothing to do: the op takes no second product; a bias that is computed before is one"
+            "nothing to do: the op takes one product of query and key"
         )
     if not found:
         raise _best_reason(reasons)
