@@ -43,17 +43,17 @@ class Table:
 
 
 NONE = Table()
-_read: dict[Path, Table] = {}
+_read: dict[str, Table] = {}  # by Config.table: an eager call asks for it, so there is no time for paths
 
 
 def current() -> Table:
     """The table that is in force, by ``Config.table``."""
-    path = table_path(get_config())
-    if path is None:
-        return NONE
-    if path not in _read:
-        _read[path] = _load(path)
-    return _read[path]
+    name = get_config().table
+    found = _read.get(name)
+    if found is None:
+        path = table_path(get_config())
+        found = _read[name] = NONE if path is None else _load(path)
+    return found
 
 
 def forget() -> None:
