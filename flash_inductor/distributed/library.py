@@ -64,7 +64,7 @@ def _backward_fake(
 
 def _check(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
     """Raise what the op raises for tensors and options that it doesn't take."""
-    mine = {name: options.get(name) for name in ("scale", "window_left", "window_right", "softcap")}
+    mine: dict[str, Any] = {name: options.get(name) for name in ("scale", "window_left", "window_right", "softcap")}
     validate.check_forward(query, key, value, is_causal=options.get("is_causal", False), diagonal=0, **mine)
 
 
@@ -88,7 +88,7 @@ def _plan(
     sequence = Sequence(length, ranks, layout, band)
     if method == "auto":
         method = choose(sequence, query.shape, key.shape, value.shape, query.element_size(), query.device.type)
-    return make_plan(sequence, rank, method), group
+    return make_plan(sequence, rank, method, backward=bool(grad_mask)), group
 
 
 def _common(

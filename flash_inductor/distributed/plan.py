@@ -147,8 +147,11 @@ def _seen(sequence: Sequence, rank: int, owner: int) -> list[Span]:
 
 
 @lru_cache(maxsize=4096)
-def make_plan(sequence: Sequence, rank: int, method: str) -> Plan:
+def make_plan(sequence: Sequence, rank: int, method: str, *, backward: bool = False) -> Plan:
     """What ``rank`` does: "ring", a step for each rank whose keys somebody sees, or "gather", all at once.
+
+    The backward sends as much as the forward and then as much back.  Its ring computes with the rank's own keys in two
+    steps, the first and the last: behind one hides the first transfer, behind the other the last gradients.
 
     Raises ValueError for another method.
     """
@@ -159,9 +162,17 @@ def make_plan(sequence: Sequence, rank: int, method: str) -> Plan:
         others = [r for r in range(ranks) if r != rank]
         steps = [_step(sequence, rank, [rank, *others], others)]
     else:
-        steps = [_step(sequence, rank, [rank], [])]
-        for shift in _shifts(sequence):
-            steps.append(_step(sequence, rank, [(rank - shift) % ranks], [(rank + shift) % ranks]))
+        shifts = _shifts(sequence)
+        of_others = [_step(sequence, rank, [(rank - shift) % ranks], [(rank + shift) % ranks]) for shift in shifts]
+        if backward and shifts:
+            early, late = _halves(sequence.spans(rank))
+            steps = [
+                _step(sequence, rank, [rank], [], early),
+                *of_others,
+                _step(sequence, rank, [rank], [], late),
+            ]
+        else:
+            steps = [_step(sequence, rank, [rank], []), *of_others]
     rows = sum(span.size for span in sequence.spans(rank))
     return Plan(ranks, rank, rows, tuple(steps))
 
@@ -178,7 +189,18 @@ def _shifts(sequence: Sequence) -> tuple[int, ...]:
     return tuple(sorted(found - {0}))
 
 
-def _step(sequence: Sequence, rank: int, sources: list[int], targets: list[int]) -> Step:
+def _halves(spans: tuple[Span, ...]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Early and late queries of a rank."""
+    if len(spans) > 1:
+        return spans[:1], spans[1:]
+    middle = (spans[0].start + spans[0].stop) // 2
+    return (Span(spans[0].start, middle),), (Span(middle, spans[0].stop),)
+
+
+def _step(
+    sequence: Sequence, rank: int, sources: list[int], targets: list[int], queries: tuple[Span, ...] | None = None
+) -> Step:
+    """``queries``: those that take part, if not all of the rank."""
     send = []
     for target in targets:
         parts = sequence.seen(target, rank)
@@ -196,13 +218,14 @@ def _step(sequence: Sequence, rank: int, sources: list[int], targets: list[int])
     if len(sources) > 1:
         pieces.sort(key=lambda piece: piece.positions)
     # What an exchange brings from one rank stays in the order of its rows, so that nothing has to be copied.
-    return Step(tuple(send), tuple(receive), tuple(pieces), _tiles(sequence, rank, pieces), bool(targets))
+    tiles = _tiles(sequence, rank, pieces, queries or sequence.spans(rank))
+    return Step(tuple(send), tuple(receive), tuple(pieces), tiles, bool(targets))
 
 
-def _tiles(sequence: Sequence, rank: int, pieces: list[Piece]) -> tuple[Tile, ...]:
+def _tiles(sequence: Sequence, rank: int, pieces: list[Piece], spans: tuple[Span, ...]) -> tuple[Tile, ...]:
     cells: list[list[Cell]] = []
-    row = 0
-    for queries in sequence.spans(rank):
+    for queries in spans:
+        row = sequence.rows_of(rank, queries).start
         of_queries, column = [], 0
         for piece in pieces:
             keys = piece.positions
@@ -222,5 +245,4 @@ def _tiles(sequence: Sequence, rank: int, pieces: list[Piece]) -> tuple[Tile, ..
             )
             column += keys.size
         cells.append(of_queries)
-        row += queries.size
     return join(cells)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..ops import attn, attn_backward
 from .exchange import Exchange, concatenate, rows_of
+from .layout import Span
 from .merge import Merge, Total
 from .plan import Plan, Step
 
@@ -102,9 +103,10 @@ def _gather(plan: Plan, step: Step, arriving: Exchange | None, key: Tensor, valu
     found[plan.rank] = [key, value]
     if not step.pieces:
         return key.narrow(2, 0, 0), value.narrow(2, 0, 0)
-    sources = {piece.rank for piece in step.pieces}
-    if len(sources) == 1 and plan.rank not in sources:  # all that came, in order
-        keys, values = found[sources.pop()]
+    first, last = step.pieces[0], step.pieces[-1]
+    rows = Span(first.rows.start, last.rows.stop)
+    if {piece.rank for piece in step.pieces} == {first.rank} and rows.size == sum(p.rows.size for p in step.pieces):
+        keys, values = (rows_of(x, rows) for x in found[first.rank])  # they lie together: nothing to copy
         return keys, values
     keys, values = (concatenate([rows_of(found[piece.rank][i], piece.rows) for piece in step.pieces]) for i in range(2))
     return keys, values
@@ -126,7 +128,7 @@ def _return(
     back: dict[int, list[Any]] = {}
     at = 0
     for piece in step.pieces:
-        rows = type(piece.rows)(at, at + piece.rows.size)
+        rows = Span(at, at + piece.rows.size)
         at = rows.stop
         if piece.rank == plan.rank:
             for total, grad in zip(totals, grads, strict=True):

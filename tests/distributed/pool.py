@@ -17,15 +17,15 @@ _context.set_forkserver_preload(
 )
 
 
-def run(ranks: int, function: Callable[..., Any], folder: Path, *args: Any, timeout: float = 60) -> list[Any]:
+def run(ranks: int, function: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
     """What ``function(*args)`` returns on each rank of a gloo group, or the exception it raised there.
 
-    ``timeout``: seconds after which a collective gives up.  Raises AssertionError if a rank neither returns nor raises.
+    Raises AssertionError if a rank neither returns nor raises.
     """
     folder.mkdir(exist_ok=True, parents=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     processes = [
-        _context.Process(target=_rank, args=(rank, ranks, str(folder), timeout, function, args), daemon=True)
+        _context.Process(target=_rank, args=(rank, ranks, str(folder), function, args), daemon=True)
         for rank in range(ranks)
     ]
     for process in processes:
@@ -47,7 +47,7 @@ def run(ranks: int, function: Callable[..., Any], folder: Path, *args: Any, time
     return results
 
 
-def _rank(rank: int, ranks: int, folder: str, timeout: float, function: Callable[..., Any], args: Any) -> None:
+def _rank(rank: int, ranks: int, folder: str, function: Callable[..., Any], args: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -56,7 +56,7 @@ def _rank(rank: int, ranks: int, folder: str, timeout: float, function: Callable
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     dist.init_process_group(
-        "gloo", f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=timeout)
+        "gloo", f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=SECONDS)
     )
     try:
         found: Any = function(*args)

@@ -33,8 +33,8 @@ def positions(spans: Any) -> list[int]:
     return [i for span in spans for i in range(span.start, span.stop)]
 
 
-def plans(sequence: Sequence, method: str) -> list[Plan]:
-    return [make_plan(sequence, rank, method) for rank in range(sequence.ranks)]
+def plans(sequence: Sequence, method: str, *, backward: bool = False) -> list[Plan]:
+    return [make_plan(sequence, rank, method, backward=backward) for rank in range(sequence.ranks)]
 
 
 def random_sequence(band: MaskSpec) -> Sequence:
@@ -55,10 +55,10 @@ def test_ranks_share_a_sequence_evenly(layout: str, ranks: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_tiles_show_each_visible_pair_once(band: MaskSpec, method: str) -> None:
-    for _ in range(40):
+    for turn in range(40):
         sequence = random_sequence(band)
         count = torch.zeros(sequence.length, sequence.length, dtype=torch.int64)
-        for plan in plans(sequence, method):
+        for plan in plans(sequence, method, backward=turn % 2 == 1):
             queries = torch.tensor(positions(chunks(sequence.length, sequence.ranks, plan.rank, sequence.layout)))
             for step in plan.steps:
                 keys = torch.tensor(positions(piece.positions for piece in step.pieces))
@@ -113,6 +113,16 @@ def test_causal_attention_in_zigzag_takes_one_call_a_step_and_three_quarters_of_
         assert [len(step.tiles) for step in plan.steps] == [1] * 8
     sent = sum(plan.rows_sent for plan in plans(Sequence(1 << 16, 8, "zigzag", MaskSpec(upper=0)), "ring"))
     assert sent == 0.75 * 7 * (1 << 16)  # passing all keys round sends 7 * 2^16
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_backward_computes_with_own_keys_first_and_last(layout: str) -> None:
+    sequence = Sequence(1 << 12, 4, layout, MaskSpec(upper=0))
+    for forward, backward in zip(plans(sequence, "ring"), plans(sequence, "ring", backward=True), strict=True):
+        assert (forward.rows_sent, forward.rows_received) == (backward.rows_sent, backward.rows_received)
+        assert [step.exchanges for step in backward.steps] == [False, True, True, True, False]
+        assert all(step.tiles for step in (backward.steps[0], backward.steps[-1]))
+        assert forward.pairs == backward.pairs
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
