@@ -20,6 +20,7 @@ from ..ops import choice, tuned
 
 Status = Literal["ok", "info", "warning", "problem"]
 OLDEST_CAPABILITY = (8, 0)
+TORCH_SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # each switches torch.compile off where it is 1
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,9 @@ def settings(environ: Mapping[str, str]) -> Iterator[Check]:
     words = ", ".join(f"{f.name}={getattr(current, f.name)!r}" for f in changed) or "all by default"
     yield Check("settings", "info", f"{words}; the plugin is {'on' if is_enabled() else 'off'} in this process")
     yield table()
+    for name in TORCH_SWITCHES:
+        if environ.get(name) == "1":
+            yield Check(name, "problem", "torch.compile compiles nothing, so nothing is rewritten", f"unset {name}")
     if current.cpu == "off":
         yield Check("cpu=off", "warning", "attention on the CPU is left alone", f"unset {config.ENV_PREFIX}CPU")
     known = variables()

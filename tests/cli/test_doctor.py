@@ -78,6 +78,13 @@ def test_settings_and_variables() -> None:
     assert [c.name for c in checks.settings({"FLASH_INDUCTOR_CPU": "on"})] == ["settings", "table"]
 
 
+@pytest.mark.parametrize("name", checks.TORCH_SWITCHES)
+def test_torch_compile_switched_off_is_a_problem(name: str) -> None:
+    with flash_inductor.override(table="off"):
+        assert [c.status for c in checks.settings({name: "1"})] == ["info", "info", "problem"]
+        assert [c.status for c in checks.settings({name: "0"})] == ["info", "info"]
+
+
 def test_tables(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     with flash_inductor.override(table=str(path)):
