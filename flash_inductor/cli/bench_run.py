@@ -49,7 +49,7 @@ def shapes(
     with warnings.catch_warnings(), repeatable_backward(), progress(console) as bar:
         warnings.simplefilter("ignore")
         for i, case in enumerate(cases):
-            # the reference, each implementation once, and each part's warm-up and rounds
+            # the reference and each implementation; timing them takes about as long as was asked for
             task = bar.add_task(str(case), total=1 + len(names))
             seen: set[str] = set()
 
