@@ -25,7 +25,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```$)?", re.S 
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("section", [name for name, part in SECTIONS.items() if BLOCK.search(part)])
 def test_the_code_of_the_page(section: str) -> None:
-    names: dict[str, Any] = {"__name__": section}
+    names: dict[str, Any] = {"__name__": "__main__"}
     for block in BLOCK.finditer(SECTIONS[section]):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
