@@ -105,8 +105,8 @@ class ContextParallel:
             key: [batch, key heads, this rank's positions, D]; only key heads travel.
             value: [batch, key heads, this rank's positions, Dv].
             length: of the whole sequence; None if all ranks hold as much as this one.
-            scale, is_causal, window_size, softcap, return_lse: as in :func:`flash_inductor.attention`; distances are
-                of positions in the whole sequence.
+            scale: this and the options after it as in :func:`flash_inductor.attention`; distances are of positions in
+                the whole sequence.
 
         Returns:
             out [batch, heads, this rank's positions, Dv]; with ``return_lse`` also the log-sum-exp, differentiable.
