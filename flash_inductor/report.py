@@ -166,10 +166,14 @@ class Explanation:
         }
 
     def show(self) -> None:
-        """Print the table as wide as the terminal is, in colour where it has colours."""
+        """Print a table as wide as the terminal is and in its colours; the plain text where there is no terminal."""
         from rich.console import Console
 
-        Console().print(self)
+        console = Console()
+        if console.is_terminal:
+            console.print(self)
+        else:
+            print(self)  # a box of 80 columns would cut file names and lines in pieces
 
     def draw(self, path: str | os.PathLike[str], around: int | None = 6) -> None:
         """Draw the captured graphs into a file, the nodes of each site in a box: green if replaced, else yellow.

@@ -179,9 +179,17 @@ def test_rich_table_is_in_colour() -> None:
     assert "\x1b[32mATen CPU flash" in console.file.getvalue() and "\x1b[33mleft alone" in console.file.getvalue()
 
 
-def test_show_prints_to_a_terminal_or_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    flash_inductor.explain(two_kinds, *inputs()).show()
-    assert "ATen CPU flash" in (text := capsys.readouterr().out) and "\x1b" not in text
+def test_show_prints_to_a_terminal_or_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e = flash_inductor.explain(two_kinds, *inputs())
+    monkeypatch.setenv("FORCE_COLOR", "")
+    e.show()
+    assert capsys.readouterr().out == f"{e}\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes a terminal from
+    monkeypatch.setenv("TERM", "xterm-256color")
+    e.show()
+    assert "ATen CPU flash" in (text := capsys.readouterr().out) and "\x1b[" in text
 
 
 def test_picture_has_each_site_in_a_box(tmp_path: Path) -> None:
