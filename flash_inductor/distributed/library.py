@@ -26,7 +26,8 @@ _OPTIONS = (
     "SymInt? window_left=None, SymInt? window_right=None, float? softcap=None"
 )
 _RUN_OPTIONS = ("scale", "softcap")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
+# Which kernels run, and that ranks ask each other once, is decided in the call: nothing to record in a CUDA graph.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 LIB.define(
     f"context_attn(Tensor query, Tensor key, Tensor value, *, {_OPTIONS}) -> (Tensor out, Tensor lse)", tags=_TAGS
 )

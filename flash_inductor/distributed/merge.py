@@ -55,9 +55,9 @@ class Merge:
 class Total:
     """A sum of gradients that come for some rows at a time, in float32 (float64 for float64 inputs)."""
 
-    def __init__(self, like: Tensor, rows: int | None = None) -> None:
+    def __init__(self, like: Tensor) -> None:
         self._like = like
-        self._shape = like.shape if rows is None else (*like.shape[:2], rows, like.shape[3])
+        self._shape = like.shape
         self._wide = torch.float64 if like.dtype is torch.float64 else torch.float32
         self._sum: Tensor | None = None
         self._owned = False

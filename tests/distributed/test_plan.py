@@ -55,7 +55,7 @@ def test_ranks_share_a_sequence_evenly(layout: str, ranks: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_tiles_show_each_visible_pair_once(band: MaskSpec, method: str) -> None:
-    for turn in range(40):
+    for turn in range(25):
         sequence = random_sequence(band)
         count = torch.zeros(sequence.length, sequence.length, dtype=torch.int64)
         for plan in plans(sequence, method, backward=turn % 2 == 1):
@@ -77,7 +77,7 @@ def test_tiles_show_each_visible_pair_once(band: MaskSpec, method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_what_is_sent_is_what_is_seen(band: MaskSpec, method: str) -> None:
-    for _ in range(40):
+    for _ in range(25):
         sequence = random_sequence(band)
         seen = visible(band, sequence.length, sequence.length)
         all_plans = plans(sequence, method)
