@@ -61,11 +61,24 @@ def _like(values: Tensor, strides: Sequence[Any]) -> Tensor:
     return values.permute(order).contiguous().permute(position)
 
 
-def execute(cases: dict[str, Case]) -> dict[str, tuple[fakecuda.Lowered, list[float] | str]]:
+Outcomes = dict[str, tuple[fakecuda.Lowered, list[float] | str]]
+
+
+def execute(makers: dict[str, Callable[[], Case]]) -> Outcomes:
     """For each case the generated code, and its errors (relative to the largest value) or what it failed with.
 
-    Errors are those of the output and of each gradient, for each of the runs.
+    Errors are those of the output and of each gradient, for each of the runs, with fp32 products in fp32.
     """
+    torch.manual_seed(0)
+    previous = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return _execute({name: make() for name, make in makers.items()})
+    finally:
+        torch.set_float32_matmul_precision(previous)
+
+
+def _execute(cases: dict[str, Case]) -> Outcomes:
     lowered, jobs, expected, owners = {}, [], [], []
     for name, case in cases.items():
         lowered[name] = fakecuda.lower(case.function, case.inputs, **case.settings)

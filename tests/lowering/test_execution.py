@@ -103,13 +103,7 @@ def detached() -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def executed() -> Any:
-    torch.manual_seed(0)
-    previous = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        return harness.execute({name: make() for name, make in CASES.items()})
-    finally:
-        torch.set_float32_matmul_precision(previous)
+    return harness.execute(CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
