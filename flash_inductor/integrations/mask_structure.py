@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..spec import MaskSpec
+from ..support import effective_mask
 
 Int = Any  # int | torch.SymInt
 
@@ -67,6 +68,12 @@ class MaskStructure:
             if part is Ellipsis or not whole or not (part.stop is None or (i == 3 and part.stop >= size)):
                 raise TypeError(f"a flash_inductor mask can't be indexed by {index!r}; " + _REMEDY)
         return self
+
+    def is_full(self) -> bool:
+        """Whether every query is known to see every key."""
+        tensors = (self.keys, self.query_segments, self.key_segments, self.opaque)
+        band = effective_mask(MaskSpec(self.lower, self.upper), self.q_length, self.kv_length)
+        return all(x is None for x in tensors) and band.lower is None and band.upper is None
 
     def dense(self) -> Tensor:
         """bool [batch, 1, q_length, kv_length], True where seen."""

@@ -174,7 +174,8 @@ def _sdpa(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if isinstance(mask, MaskStructure):
-        mask = mask.dense()
+        is_causal = False
+        mask = None if mask.is_full() else mask.dense()  # a mask of nothing would keep SDPA from its fast kernels
     if position_bias is not None:
         kwargs["position_bias"] = position_bias
     return sdpa_attention_forward(

@@ -260,11 +260,17 @@ def test_inputs_without_kernels_go_to_sdpa(caplog: pytest.LogCaptureFixture, mon
     module.num_key_value_groups = 2
     mask = attention_mask(2, 6, 6, attention_mask=torch.tensor([[True] * 6, [True] * 4 + [False] * 2]))
     through_sdpa = forward(mask, module=module)
-    assert warnings == ["attention is left to transformers' SDPA: head dim 8 is a bad number."]
+    assert warnings[:1] == ["attention is left to transformers' SDPA: head dim 8 is a bad number."]
     for needed in ({"softcap": 3.0}, {"s_aux": torch.zeros(4)}):
         with pytest.raises(NotImplementedError, match="bad number"):
             forward(mask, module=module, **needed)
+    steps = attention_mask(2, 1, 6, q_offset=5), attention_mask(2, 1, 6, q_offset=3)
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, n, length, 8, dtype=torch.float64) for n, length in ((4, 1), (2, 6), (2, 6)))
+    decoded = [attention_forward(module, q, k, v, step)[0] for step in steps]
     monkeypatch.undo()
+    for step, out in zip(steps, decoded, strict=True):
+        torch.testing.assert_close(out, attention_forward(module, q, k, v, step)[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(through_sdpa, forward(mask, module=module), rtol=0, atol=1e-12)
 
 

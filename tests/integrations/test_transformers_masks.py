@@ -168,3 +168,12 @@ def test_code_that_works_on_masks_gets_an_error() -> None:
     with pytest.raises(TypeError, match="dtype"):
         mask.to(torch.float32)
     assert torch.equal(mask.to("cpu").dense(), mask.dense())
+
+
+def test_what_hides_nothing_is_known() -> None:
+    assert attention_mask(2, 1, 9, q_offset=8).is_full()
+    assert attention_mask(2, 3, 9, mask_function=m.bidirectional_mask_function).is_full()
+    assert not attention_mask(2, 2, 9, q_offset=7).is_full()
+    assert not attention_mask(2, 1, 9, q_offset=7).is_full()
+    assert not attention_mask(2, 1, 9, q_offset=8, mask_function=FUNCTIONS["window"]).is_full()
+    assert not attention_mask(2, 1, 9, q_offset=8, attention_mask=padding_of("left", (1, 9, 8, 0))).is_full()
