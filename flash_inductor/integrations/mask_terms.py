@@ -24,8 +24,13 @@ class NotStructured(Exception):
     """The mask function does what these symbols don't express."""
 
 
+class _Symbol:
+    def __bool__(self) -> bool:
+        raise NotStructured("a decision by the value of an index")
+
+
 @dataclass(frozen=True, eq=False)
-class Terms:
+class Terms(_Symbol):
     """A conjunction: lower <= key - query position <= upper, all ``segments`` equal, all ``keys`` true.
 
     Attributes:
@@ -76,7 +81,7 @@ def _tighter(a: Int | None, b: Int | None, choose: Callable[[Int, Int], Int]) ->
 
 
 @dataclass(frozen=True, eq=False)
-class Position:
+class Position(_Symbol):
     """The position of a query or key, plus or minus numbers, divided down once.
 
     ``values`` [B, N] holds positions other than 0, 1, 2, ...; ``per_batch``, each [B], are subtracted; ``divisor``
@@ -162,7 +167,7 @@ def _at_most(a: Any, b: Any, by: int) -> Terms:
 
 
 @dataclass(frozen=True, eq=False)
-class _Distance:
+class _Distance(_Symbol):
     """Query minus key position or the reverse."""
 
     first: Position
@@ -173,7 +178,7 @@ class _Distance:
 
 
 @dataclass(frozen=True, eq=False)
-class _AbsoluteDistance:
+class _AbsoluteDistance(_Symbol):
     distance: _Distance
 
     def __le__(self, limit: Any) -> Terms:
@@ -190,14 +195,14 @@ class _AbsoluteDistance:
 
 
 @dataclass(frozen=True, eq=False)
-class _PerBatch:
+class _PerBatch(_Symbol):
     """``tensor[batch]``."""
 
     values: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class _Other:
+class _Other(_Symbol):
     """The batch or head index: fit for indexing only."""
 
     axis: str

@@ -141,6 +141,10 @@ def test_functions_of_the_user_are_not_run_with_symbols() -> None:
         lambda b, h, q, k: (k <= q) & torch.ones(3, 3),
         lambda b, h, q, k: (k <= q) ^ (k <= q),
         lambda b, h, q, k: q.shape[0] > k,
+        lambda b, h, q, k: (k <= q) and (q - 3 <= k),
+        lambda b, h, q, k: not (k <= q),
+        lambda b, h, q, k: k <= q if q - k else k >= q,
+        lambda b, h, q, k: k <= q if h else k >= q,
     ],
 )
 def test_what_symbols_do_not_express(function: Callable[..., Any]) -> None:
