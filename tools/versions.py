@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # A torch from the default index requires its triton itself; builds for CPUs only leave it open.
 TORCH = {"2.11": "2.11.0", "2.12": "2.12.1", "2.13": "2.13.0", "2.14": "2.14.1"}
-TRITON = {"2.11.0": "3.6.0", "2.12.1": "3.7.1", "2.13.0": "3.7.0", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}
+TRITON = {"2.11.0": "3.6.0", "2.12.1": "3.7.1", "2.13.0": "3.7.1", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}
 NEWEST = "newest"
 SUITES = {
     # matching, ops, code generated for a GPU that isn't there, Triton's interpreter, and what is private to a version
@@ -73,9 +73,9 @@ def newest(python: str) -> str:
 
 
 def constraints(torch: str) -> list[str]:
-    """The lines of constraints.txt, with this torch and its triton."""
+    """The lines of constraints.txt, with this torch and its triton; torch says itself which setuptools it takes."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    kept = [line for line in lines if re.split(r"[=<>~!]", line)[0].strip() not in ("torch", "triton")]
+    kept = [line for line in lines if re.split(r"[=<>~!]", line)[0].strip() not in ("torch", "triton", "setuptools")]
     return [*kept, f"torch=={torch}", *([f"triton=={TRITON[torch]}"] if torch in TRITON else [])]
 
 
