@@ -40,7 +40,9 @@ def attention_mask(
     if isinstance(attention_mask, MaskStructure):
         return attention_mask  # made before, as generate does
     if mask_function is None:
-        from transformers.masking_utils import causal_mask_function as mask_function
+        from transformers.masking_utils import causal_mask_function
+
+        mask_function = causal_mask_function
     sizes = {"batch": batch_size, "q_length": q_length, "kv_length": kv_length, "device": device}
     try:
         if use_vmap:
