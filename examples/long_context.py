@@ -80,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     layer = (WindowAttention(128, 4, 128) if on_cpu else WindowAttention(1024, 8, 1024)).to(DEVICE, DTYPE)
+    before = len(flash_inductor.report().sites)
     difference = error(layer, args.lengths[0])
     print(f"{DEVICE}, {str(DTYPE).removeprefix('torch.')}, window {layer.window}")
     print(f"{flash_inductor.report().sites[-1].describe()}; relative error {difference:.1e}\n")
@@ -89,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         ours = measure(layer, length, plugin=True)
         cells = [f"{x[i]:.1f}" if x is not None else "-" for i in (0, 1) for x in (stock, ours)]
         print(f"{length:>8}{cells[0]:>12}{cells[1]:>12}{cells[2]:>17}{cells[3]:>17}")
-    replaced = all(site.replaced for site in flash_inductor.report().sites)
+    replaced = all(site.replaced for site in flash_inductor.report().sites[before:])
     return 0 if replaced and difference < 8 * torch.finfo(DTYPE).eps else 1
 
 
