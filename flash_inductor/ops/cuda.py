@@ -68,7 +68,7 @@ def backward(
 def prepare(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any]) -> Callable[..., Any]:
     """What computes a call, given its tensors again or others like them.
 
-    Like them: of the same shapes, strides, dtypes and device, under the same ``Config.kernel`` and the same
+    Like them: of the same shapes, strides, dtypes and device, under the same ``Config.kernel``, ``Config.table`` and
     ``torch.use_deterministic_algorithms``.
     """
     options = dict(options)

@@ -124,6 +124,7 @@ class _Calls:
             *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
             *options.items(),
             get_config().kernel,
+            get_config().table,
             torch.are_deterministic_algorithms_enabled(),
         )
         call = self.known.get(signature)

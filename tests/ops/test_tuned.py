@@ -15,7 +15,7 @@ from flash_inductor import config
 from flash_inductor.kernels.choices import Row
 from flash_inductor.kernels.configs import KINDS, Config, configs, known
 from flash_inductor.matching.fusion_pass import KEY
-from flash_inductor.ops import choice, tuned
+from flash_inductor.ops import choice, library, tuned
 from flash_inductor.ops.tiles import tile_configs
 
 ROW: dict[str, Any] = {
@@ -159,3 +159,18 @@ def test_every_tile_of_every_table_is_known() -> None:
             for dim in (64, 128, 256):
                 for itemsize in (2, 4):
                     assert set(configs(kind, capability, dim, dim, itemsize)) <= set(known(kind, dim))
+
+
+def test_a_call_prepared_under_one_table_is_prepared_again_under_another() -> None:
+    prepared: list[str] = []
+
+    def prepare(kind: str, tensors: object, options: object) -> Any:
+        prepared.append(config.get_config().table)
+        return lambda *args: None
+
+    calls = library._Calls("fwd", prepare)
+    inputs = [torch.randn(1, 1, 8, 16) for _ in range(3)]
+    for table in ("off", "off", "/nowhere/table.json", "off"):
+        with config.override(table=table):
+            calls(inputs, {})
+    assert prepared == ["off", "/nowhere/table.json"]
