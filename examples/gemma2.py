@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__, steps=10)
     parser.add_argument("--model", metavar="NAME", help="weights to start from, of the hub or a folder")
     parser.add_argument("--text", metavar="FILE", help="what to train on (default: Python's language reference)")
-    parser.add_argument("--length", type=int, default=256 if DEVICE == "cpu" else 8192, help="tokens of a sequence")
+    parser.add_argument("--length", type=int, default=256 if DEVICE == "cpu" else 4096, help="tokens of a sequence")
     args = parser.parse_args(argv)
     tokens = load_tokens(args.model, args.text)
     if len(tokens) <= args.length:

@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__, steps=20)
     parser.add_argument("--text", metavar="FILE", help="what to train on (default: Python's language reference)")
     args = parser.parse_args(argv)
-    c = Config() if DEVICE == "cpu" else Config(layers=8, heads=12, dim=768, length=4096, batch=4)
+    c = Config() if DEVICE == "cpu" else Config(layers=6, heads=12, dim=768, length=2048, batch=2)
     text = text_bytes(args.text)
     if len(text) <= c.length:
         parser.error(f"--text: expected a file of more than {c.length} bytes, got {len(text)}")

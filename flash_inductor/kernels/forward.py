@@ -25,6 +25,18 @@ from .features import (
 
 
 @triton.jit
+def row_factor(row_max, factor):
+    """``factor``, or for rows of huge scores the next power of two, whose product with the maximum is exact.
+
+    The fused s * factor - max * factor is off by the rounding of the second product.  From 2**28 on that would be more
+    than fp16's range takes, and two scores that differ do so by at least 16: there the softmax is that of the maximum
+    alone, ties included, whatever the factor.
+    """
+    power = tl.cast((tl.cast(factor, tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000, tl.float32, bitcast=True)
+    return tl.where(tl.abs(row_max) * factor < 2.0**28, factor, power)
+
+
+@triton.jit
 def _key_loop(
     acc, row_sum, row_max, q, k_ptr, v_ptr, stride_kn, stride_vn, span, start_m, q_len, kv_len, lower, upper,
     unit, cap_scale, feats, batch, head, own,
@@ -58,15 +70,16 @@ def _key_loop(
             s = tl.where(keep, s, float("-inf"))
         # The maximum is kept before the factor, so that scaling and subtraction are one fused multiply-add.
         new_max = tl.maximum(row_max, tl.max(s, 1))
-        shift = new_max if BIAS & FEATURES else new_max * factor
+        base = new_max
         if MASK or MAY_BE_BLIND & FEATURES:  # only then can a row have seen nothing yet, and -inf - -inf would be NaN
-            shift = tl.where(new_max == float("-inf"), 0.0, shift)
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
         if BIAS & FEATURES:
-            p = tl.exp2((s - shift[:, None]) * factor)
-            alpha = tl.exp2((row_max - shift) * factor)
+            p = tl.exp2((s - base[:, None]) * factor)
+            alpha = tl.exp2((row_max - base) * factor)
         else:
-            p = tl.exp2(s * factor - shift[:, None])
-            alpha = tl.exp2(row_max * factor - shift)
+            steepness = row_factor(new_max, factor)
+            p = tl.exp2(s * steepness[:, None] - (base * steepness)[:, None])
+            alpha = tl.exp2((row_max - base) * steepness)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if DROPOUT & FEATURES:

@@ -64,4 +64,4 @@ def pack(extras: Extras, heads: int, dropout_p: float, span: Tensor | None, with
         sink=sinks is not None,
         range=ranges is not None,
     )
-    return ((bias, mask, segments, dropout, sinks, ranges), chosen) if chosen else (None, 0)
+    return ((bias, mask, segments, dropout, sinks, ranges, None), chosen) if chosen else (None, 0)

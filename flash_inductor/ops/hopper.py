@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -21,6 +22,8 @@ LOG2E = 1.4426950408889634
 # Scores capped at c are exponents in [-c, c]: exp2 of them and its sums stay in the range of float32 and bfloat16, with
 # 2**47 to spare for length and values.
 _LARGEST_EXPONENT = 80.0
+# Beyond, the rounding of a row's largest exponent is more than fp16's range takes; see ``row_factor`` of the Triton kernel.
+_LARGEST_ROUNDED = 2.0**28
 _L2_BYTES = 28 << 20  # of keys and values that stay in the 50 MB of L2 while others pass through
 
 
@@ -169,7 +172,7 @@ def launch_of(
     arguments = (
         describe(query, 64, plan.width), describe(key, plan.block_n, plan.width),
         describe(value, plan.block_n, plan.v_width), describe(out, 64, plan.v_width),
-        lse, counter, *plan.sizes, inner, factor,
+        lse, counter, *plan.sizes, inner, factor, 2.0 ** math.frexp(factor)[1], _LARGEST_ROUNDED / factor,
     )  # fmt: skip
     return Launch(plan.bound, plan.blocks, arguments)
 
@@ -297,5 +300,15 @@ def _counter(device: int) -> Tensor:
     place = (device, torch.cuda.current_stream(device).cuda_stream)
     counter = _counters.get(place)
     if counter is None:
-        counter = _counters[place] = torch.zeros(1, dtype=torch.int32, device="cuda")
+        # It stays for ever, so it mustn't be in the pool of a graph that is about to be captured, where this thread (or
+        # its stream, depending on torch) may be allocating now: another thread and its default stream are not.
+        with ThreadPoolExecutor(1) as other:
+            counter = _counters[place] = other.submit(_zero, device).result()
     return counter
+
+
+def _zero(device: int) -> Tensor:
+    with torch.cuda.device(device):
+        zero = torch.zeros(1, dtype=torch.int32, device="cuda")
+        torch.cuda.current_stream().synchronize()
+    return zero

@@ -36,6 +36,7 @@ import contextlib
 import math
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .inputs import clone_args
 
@@ -109,6 +110,11 @@ def compare(label, cand, eag, ref, strict_eager, floor=None, strides=False):
         assert ec <= lim, f"{at}: error {ec:.3g} > {lim:.3g} (eager's own {ee:.3g}, top of ref {top:.3g})"
 
 
+def by_formula():
+    """SDPA without its kernels: on a GPU some fail at what the cases try (a frozen query, pointers off by one)."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
 def run_form_a(p, wrap, strict_eager):
     if p.get("config"):
         import torch._inductor.config as cfg
@@ -124,11 +130,13 @@ def run_form_a(p, wrap, strict_eager):
         a, d = clone_args(args, diff)
         oc, gc = fwd_bwd(cand, a, d, gout, ctx)
         ae, d = clone_args(args, diff)
-        oe, ge = fwd_bwd(fn, ae, d, gout, ctx)
+        with contextlib.nullcontext() if p.get("strides") else by_formula():
+            oe, ge = fwd_bwd(fn, ae, d, gout, ctx)
         own = p.get("ref_own_dtype")
         ar, d = clone_args(args, diff, None if own else torch.float64)
         rctx = ctx if own else contextlib.nullcontext
-        orr, gr = fwd_bwd(ref, ar, d, gout, rctx)
+        with by_formula():
+            orr, gr = fwd_bwd(ref, ar, d, gout, rctx)
         compare(
             f"call {k} out",
             pick(oc),

@@ -293,7 +293,7 @@ def _namespace() -> dict[str, Any]:
         full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
         arange=lambda start, end, layout=None: torch.arange(start, end), where=_where, exp2=torch.exp2,
         log2=torch.log2, max=lambda x, axis: int(x[0]) if x.ndim == 1 else x.amax(axis),
-        sum=lambda x, axis: x.sum(axis), minimum=_either(min, torch.minimum), maximum=_either(max, torch.maximum),
+        abs=torch.abs, sum=lambda x, axis: x.sum(axis), minimum=_either(min, torch.minimum), maximum=_either(max, torch.maximum),
         cast=lambda x, dtype: x, to_tensor=lambda x: x, convert_layout=lambda x, layout: x, static_range=range,
         program_id=lambda axis: _local.program, num_programs=lambda axis: _local.programs,
         allocate_shared_memory=_allocate, store=_store, atomic_add=_atomic_add, warp_specialize=_warp_specialize,

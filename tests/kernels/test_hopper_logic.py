@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flash_inductor.kernels import hopper as package
 from flash_inductor.ops import hopper
@@ -48,7 +49,19 @@ _CASES: dict[str, tuple[Config, dict[str, Any], MaskSpec, float | None]] = {
 @pytest.mark.parametrize("name", _CASES)
 def test_emulated(name: str) -> None:
     config, sizes, mask, softcap = _CASES[name]
-    query, key, value = make_inputs(**{"batch": 1, "heads": 2, "head_dim": 64, **sizes}, dtype=torch.bfloat16)
+    run(config, *make_inputs(**{"batch": 1, "heads": 2, "head_dim": 64, **sizes}, dtype=torch.bfloat16), mask, softcap)
+
+
+@pytest.mark.parametrize("size", [1e3, 3e4, 1e10])
+def test_huge_scores(size: float) -> None:
+    """On both sides of where the factor changes; later blocks of keys have larger scores, the last ones are equal."""
+    query, key, value = make_inputs(batch=1, heads=1, q_len=64, kv_len=333, head_dim=64, dtype=torch.bfloat16)
+    query, key = torch.full_like(query, size), torch.full_like(key, size)
+    key *= torch.tensor([-1.0, -0.5, 0.25, 1.0]).repeat_interleave(84)[:333, None].bfloat16()
+    run(_TWO, query, key, value, MaskSpec(), None)
+
+
+def run(config: Config, query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, softcap: float | None) -> None:
     out = torch.full((*query.shape[:3], value.shape[3]), torch.nan, dtype=query.dtype)
     lse = torch.full(query.shape[:3], torch.nan)
     counter = torch.zeros(1, dtype=torch.int32)

@@ -88,6 +88,8 @@ class Rows:
 
     inner: gl.tensor  # scale / softcap
     factor: gl.tensor  # softcap, else scale, by log2(e): what makes exponents to base 2
+    power: gl.tensor  # the power of two not below it, for rows whose scores reach ``limit``
+    limit: gl.tensor
     RAGGED: gl.constexpr  # the last block of keys isn't whole
     NARROW: gl.constexpr  # a block may be cut by both bounds
     SOFTCAP: gl.constexpr
@@ -165,24 +167,24 @@ class Rows:
         self, s, highest, problem, row, first_key, DTYPE: gl.constexpr,
         FIRST: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr,
     ):  # fmt: skip
-        """exp2 of the scores less the rows' maximum, the new maximum, and the same with 0 for rows that see nothing."""
+        """exp2 of the scores less the rows' maximum; the new maximum, the same with 0 for rows that see nothing, and what
+        both are scaled by."""
         MASKED: gl.constexpr = UPPER or LOWER or (FIRST and self.RAGGED)
         if self.SOFTCAP:
             s = tanh(s * self.inner, DTYPE)
         if MASKED:
             s = self.hide(s, problem, row, first_key, UPPER, LOWER, FIRST and self.RAGGED)
-        s_factor = s * self.factor
-        largest = highest
-        base = highest
-        if not self.BOUNDED:
-            largest = gl.max(s, 1) * self.factor
-            if not FIRST:
-                largest = gl.maximum(highest, largest)
-            base = largest
-            if MASKED:
-                base = gl.where(largest == float("-inf"), 0.0, largest)
-            s_factor = s_factor - base[:, None]
-        return gl.exp2(s_factor), largest, base
+        if self.BOUNDED:
+            return gl.exp2(s * self.factor), highest, highest, highest
+        largest = gl.max(s, 1)
+        if not FIRST:
+            largest = gl.maximum(highest, largest)
+        base = largest
+        if MASKED:
+            base = gl.where(largest == float("-inf"), 0.0, largest)
+        # As in the Triton kernel's row_factor: for huge scores the product with the maximum has to be exact.
+        steepness = gl.where(gl.abs(largest) < self.limit, self.factor, self.power)
+        return gl.exp2(s * steepness[:, None] - (base * steepness)[:, None]), largest, base, steepness
 
 
 @gluon.jit
@@ -202,8 +204,8 @@ def _step(
     _end_turn(W, problem.WARPGROUPS, rows.PING_PONG)
     s = rows.wait_scores(s)
     memory.key.release(slot)
-    probs, largest, base = rows.softmax(s, highest, problem, row, first_key, DTYPE, False, UPPER, LOWER)
-    factor = gl.exp2(highest - base)
+    probs, largest, base, steepness = rows.softmax(s, highest, problem, row, first_key, DTYPE, False, UPPER, LOWER)
+    factor = gl.exp2((highest - base) * steepness)
     if not rows.BOUNDED:
         total = total * factor
     total = total + gl.sum(probs, 1)
@@ -262,7 +264,7 @@ def _compute(W: gl.constexpr, rows, problem, memory, o_desc, lse_ptr, OUT_IN_QUE
         _end_turn(W, problem.WARPGROUPS, rows.PING_PONG)
         s = warpgroup_mma_wait(0, [s])
         memory.key.release(slot)
-        probs, highest, _ = rows.softmax(
+        probs, highest, _, _ = rows.softmax(
             s, none, problem, row, end - BLOCK_N, DTYPE, True, problem.HAS_UPPER, problem.HAS_LOWER
         )
         total = gl.sum(probs, 1)
@@ -292,7 +294,7 @@ def _compute(W: gl.constexpr, rows, problem, memory, o_desc, lse_ptr, OUT_IN_QUE
         first, second = rows.issue_out(p, memory.value.tile(slot), first, second)
         blind = total == 0.0
         factor = gl.where(blind, 0.0, 1.0 / total)
-        lse = gl.where(blind, float("-inf"), (highest + gl.log2(total)) * LN2)
+        lse = gl.where(blind, float("-inf"), (highest * rows.factor + gl.log2(total)) * LN2)
         lengthwise = row + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, rows.S))
         first_lse = gl.cast(batch * problem.heads + head, gl.int64) * problem.q_len
         gl.store(lse_ptr + first_lse + lengthwise, lse, mask=lengthwise < problem.q_len)
@@ -326,7 +328,7 @@ def _compute(W: gl.constexpr, rows, problem, memory, o_desc, lse_ptr, OUT_IN_QUE
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter_ptr,
-    tiles, blocks_m, head_set, batch_heads, heads, group, q_len, kv_len, lower, upper, inner, factor,
+    tiles, blocks_m, head_set, batch_heads, heads, group, q_len, kv_len, lower, upper, inner, factor, power, limit,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr, NARROW: gl.constexpr,
     SOFTCAP: gl.constexpr, BOUNDED: gl.constexpr, QK_FIRST: gl.constexpr, QK_SECOND: gl.constexpr,
     V_FIRST: gl.constexpr, V_SECOND: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -361,6 +363,8 @@ def forward_kernel(
     rows = Rows(
         inner,
         factor,
+        power,
+        limit,
         RAGGED,
         NARROW,
         SOFTCAP,
