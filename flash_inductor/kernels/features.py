@@ -10,8 +10,8 @@ flag isn't set costs nothing: its entry of the tuple is None and its code isn't 
     3 dropout   (int64 pointer of (seed, offset), number of query heads, threshold, 1 / (1 - p))
     4 sink      pointer of the sinks, one per query head
     5 range     (int32 pointer, batch stride, block stride): what blocks of 128 rows of the tile's own kind may see
-    6           always None: Triton 3.6 forgets constants inside entries (a stride of 1) in loops, unless the tuple has a
-                None behind them, which makes it work out the tuple's type again
+    6           always None: Triton 3.6 forgets constants inside entries (a stride of 1) in loops, unless the tuple has
+                a None behind them, which makes it work out the tuple's type again
 """
 
 from __future__ import annotations

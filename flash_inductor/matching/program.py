@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._compat.dims import may_become_constant
 from . import canonical, effects
 from .canonical import Arg, Call
 from .mask_domain import known
@@ -40,7 +41,7 @@ class Program:
             if not targets:
                 self.quiet.add(writer)
         self._storages: dict[fx.Node, frozenset[int]] = {}
-        self.assumed: list[torch.SymFloat] = []
+        self.assumed: list[torch.SymFloat | torch.SymInt] = []
         # inputs that the op must not save; see bodies.fragile
         self.fragile: frozenset[fx.Node] = frozenset() if before is None else before.fragile
 
@@ -83,16 +84,29 @@ class Program:
         expr = number.node.expr
         if expr.is_number:
             return float(expr)
+        # A SymInt here is a length, which must not become a constant.
         hint = number.node.hint if isinstance(number, torch.SymFloat) and number.node.has_hint() else None
         if hint is None:
             return None
-        self.assumed.append(number)  # type: ignore[arg-type] # a SymInt is a size, which must not become a constant
+        self.assumed.append(number)
         return float(hint)
+
+    def assume_size(self, size: int | torch.SymInt) -> int | None:
+        """What a size is in this compilation that kernels are made for, such as the head dim; None if that is open.
+
+        Under ``dynamic=True`` Dynamo makes a symbol of it where query, key and value are arguments.
+        """
+        if isinstance(size, int) or size.node.expr.is_number:
+            return int(size)
+        if not may_become_constant(size):
+            return None
+        self.assumed.append(size)
+        return int(size.node.hint)
 
     def guard_assumed(self) -> None:
         """Recompile if a number that was assumed changes."""
         for number in self.assumed:
-            float(number)
+            int(number) if isinstance(number, torch.SymInt) else float(number)
 
     def between(self, first: fx.Node, last: fx.Node) -> list[fx.Node]:
         return self.nodes[self.position[first] : self.position[last] + 1]

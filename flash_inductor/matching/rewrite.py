@@ -152,11 +152,14 @@ def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
             'attention on the CPU is left alone (FLASH_INDUCTOR_CPU=off); unset the variable, or set Config.cpu to "on"'
         )
     safety.check_worth(device, plan.query.size(plan.query.length))
-    for role, sizes in zip(("query", "key", "value"), map(plan.shape, plan.inputs), strict=True):
-        if not isinstance(sizes[1], int) or not isinstance(sizes[3], int):
+    shapes = []
+    for role, (batch, heads, length, dim) in zip(("query", "key", "value"), map(plan.shape, plan.inputs), strict=True):
+        sizes = [batch, program.assume_size(heads), length, program.assume_size(dim)]
+        if None in sizes:
             raise Refused(
-                f"the {role}'s number of heads or head dim is symbolic; mark only batch and length as dynamic"
+                f"the {role}'s number of heads or head dim is marked dynamic; mark only batch and length as dynamic"
             )
+        shapes.append(sizes)
     safety.check_region(program, [*meaning.matched, *plan.looked_through], last, [x.node for x in plan.inputs])
     dtype = meaning.autocast
     if dtype is None:
@@ -181,7 +184,7 @@ def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
         scale=meaning.scale_with(plan), mask=proof.mask, softcap=meaning.softcap, extras=operands.words()
     )
     outcome.spec = spec
-    q, k, v = (plan.shape(x) for x in plan.inputs)
+    q, k, v = shapes
     name = str(dtype).removeprefix("torch.")
     reasons = support.unsupported_reasons(spec, q, k, v, name, device.type)
     if reasons:

@@ -22,7 +22,7 @@ LOG2E = 1.4426950408889634
 # Scores capped at c are exponents in [-c, c]: exp2 of them and its sums stay in the range of float32 and bfloat16, with
 # 2**47 to spare for length and values.
 _LARGEST_EXPONENT = 80.0
-# Beyond, the rounding of a row's largest exponent is more than fp16's range takes; see ``row_factor`` of the Triton kernel.
+# Beyond, a row's largest exponent is rounded by more than fp16's range takes: see ``row_factor`` in kernels/forward.py.
 _LARGEST_ROUNDED = 2.0**28
 _L2_BYTES = 28 << 20  # of keys and values that stay in the 50 MB of L2 while others pass through
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch._inductor.config as inductor_config
 
 import flash_inductor
@@ -35,4 +36,6 @@ def test_compiled(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "dtype"), [pytest.param(c, d, id=f"{c.name}-{d}") for c in CASES for d in c.dtypes])
 def test_compiled_on_a_gpu(case: Case, dtype: str) -> None:
+    if case.name == "explicit_round_to_half_in_the_middle" and torch.__version__ < "2.13":
+        pytest.xfail("Inductor before 2.13 drops the cast in spite of its switch; the plugin leaves this graph alone")
     run(case, dtype, "compile", "cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -73,6 +74,9 @@ def test_beams_of_an_encoder_and_decoder() -> None:
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_on_a_gpu(name: str, cache: str) -> None:
     """In float32, decoding through transformers' SDPA, and compiled by ``generate`` where the cache is static."""
+    chunked = inspect.signature(transformers.masking_utils.create_chunked_causal_mask).parameters
+    if name == "llama4" and cache == "static" and "block_sequence_ids" not in chunked:
+        pytest.skip("this transformers fails with chunked attention and a static cache, ours or not")
     torch.set_float32_matmul_precision("highest")
     sequences = []
     for model in decoders(name, torch.float32):

@@ -281,14 +281,32 @@ def test_symbolic_float_becomes_a_guarded_constant() -> None:
     assert [s.spec.scale for s in backend.sites if s.spec] == [0.3, 0.7]
 
 
-def test_symbolic_heads_are_refused() -> None:
+@pytest.mark.parametrize("name", ["chain", "sdpa"])
+def test_heads_and_head_dim_become_guarded_constants(name: str) -> None:
+    """With dynamic=True at once, and where Dynamo has seen them change; lengths stay symbols."""
+
+    def sdpa(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    fn = {"chain": chain, "sdpa": sdpa}[name]
+    for dynamic in (True, None):
+        torch._dynamo.reset()
+        backend = Rewriter()
+        compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
+        for heads, length, dim in ((4, 8, 16), (4, 12, 16), (2, 12, 16), (2, 13, 8)):
+            args = qkv(heads=heads, kv_heads=heads, q_len=length, kv_len=length, dim=dim)
+            torch.testing.assert_close(compiled(*args), fn(*args))
+        assert [s.reason for s in backend.sites] == [None] * (3 if dynamic else 4)
+
+
+def test_heads_marked_dynamic_are_refused() -> None:
     torch._dynamo.reset()
     backend = Rewriter()
     args = qkv()
     for x in args:
         torch._dynamo.mark_dynamic(x, 1)
     torch.compile(chain, backend=backend)(*args)
-    assert "symbolic" in (backend.sites[0].reason or "")
+    assert "marked dynamic" in (backend.sites[0].reason or "")
 
 
 # --- other graphs

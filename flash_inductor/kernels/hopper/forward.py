@@ -167,8 +167,8 @@ class Rows:
         self, s, highest, problem, row, first_key, DTYPE: gl.constexpr,
         FIRST: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr,
     ):  # fmt: skip
-        """exp2 of the scores less the rows' maximum; the new maximum, the same with 0 for rows that see nothing, and what
-        both are scaled by."""
+        """exp2 of the scores less the rows' maximum; the new maximum, the same with 0 for rows that see nothing, and
+        what both are scaled by."""
         MASKED: gl.constexpr = UPPER or LOWER or (FIRST and self.RAGGED)
         if self.SOFTCAP:
             s = tanh(s * self.inner, DTYPE)
