@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -76,15 +77,26 @@ class Config:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
         """The defaults, overridden by ``FLASH_INDUCTOR_*`` variables; a bad value raises ValueError naming it."""
-        values = {}
-        for f in fields(cls):
-            name = ENV_PREFIX + f.name.upper()
-            if name in environ:
-                try:
-                    values[f.name] = _FROM_TEXT[str(f.type)](environ[name])
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
-        return cls(**values)
+        config, malformed = read_environment(environ)
+        for name, why in malformed.items():
+            raise ValueError(f"{name}: {why}")
+        return config
+
+
+def read_environment(environ: Mapping[str, str] = os.environ) -> tuple[Config, dict[str, str]]:
+    """The settings with what is malformed left at its default, and {variable: what is wrong with it}."""
+    values, malformed = {}, {}
+    for f in fields(Config):
+        name = ENV_PREFIX + f.name.upper()
+        if name in environ:
+            try:
+                value = _FROM_TEXT[str(f.type)](environ[name])
+                Config(**{f.name: value})
+            except ValueError as error:
+                malformed[name] = str(error).removeprefix(f"{f.name}: ")
+            else:
+                values[f.name] = value
+    return Config(**values), malformed
 
 
 def table_path(config: Config) -> Path | None:
@@ -123,6 +135,20 @@ def _bool(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"expected a whole number, got {text!r}") from None
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"expected JSON, got {text!r}: {error}") from None
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
@@ -130,13 +156,21 @@ def _words(text: str) -> tuple[str, ...]:
 _FROM_TEXT: dict[str, Callable[[str], Any]] = {  # by the annotation of the field
     "str": str,
     "bool": _bool,
-    "int": int,
+    "int": _int,
     "tuple[str, ...]": _words,
-    "Mapping[str, Mapping[str, int]]": json.loads,
+    "Mapping[str, Mapping[str, int]]": _json,
 }
 
 
-_current = Config.from_env()
+def _at_import() -> Config:
+    """No error: ``import torch`` may have led here, and the commands are to say what is wrong.  Defaults are safe."""
+    config, malformed = read_environment()
+    for name, why in malformed.items():
+        logging.getLogger("flash_inductor").error("%s is ignored: %s", name, why)
+    return config
+
+
+_current = _at_import()
 
 
 def get_config() -> Config:

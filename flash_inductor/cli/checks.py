@@ -125,6 +125,8 @@ def settings(environ: Mapping[str, str]) -> Iterator[Check]:
             yield Check(name, "problem", "torch.compile compiles nothing, so nothing is rewritten", f"unset {name}")
     if current.cpu == "off":
         yield Check("cpu=off", "warning", "attention on the CPU is left alone", f"unset {config.ENV_PREFIX}CPU")
+    for name, why in config.read_environment(environ)[1].items():
+        yield Check(name, "problem", f"ignored: {why}", f"correct or unset {name}")
     known = variables()
     for name in sorted(n for n in environ if n.startswith(config.ENV_PREFIX) and n not in known):
         near = difflib.get_close_matches(name, known, 1)

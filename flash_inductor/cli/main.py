@@ -1,7 +1,7 @@
 """Reads the arguments, runs the command, and turns what users get wrong into one line and an exit code.
 
-Exit codes: 0 it worked, 1 it ran and found a problem (each command says which), 2 it could not run: wrong arguments, a
-file or model that can't be loaded, too little memory.  130 after Ctrl-C.
+Exit codes: 0 it worked, 1 it found a problem (each command says which; for all a malformed variable), 2 it could not
+run: wrong arguments, a file or model that can't be loaded, too little memory.  130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from .. import config
 from . import bench, demo, doctor, explain, tune
 from .errors import UsageError, is_out_of_memory
 
@@ -35,6 +36,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     args = parser().parse_args(argv)
+    malformed = config.read_environment()[1]
+    if malformed and args.command != "doctor":  # which says so among the rest
+        for name, why in malformed.items():
+            print(f"error: {name}: {why}; correct or unset it", file=sys.stderr)
+        return PROBLEM
     try:
         return int(args.run(args))
     except (OSError, UsageError) as error:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +79,36 @@ def test_settings_and_variables() -> None:
     ]
     assert "cpu='off'" in found[0].text and found[3].remedy == "write FLASH_INDUCTOR_KERNEL"
     assert [c.name for c in checks.settings({"FLASH_INDUCTOR_CPU": "on"})] == ["settings", "table"]
+
+
+def test_malformed_variables_are_problems(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("flash_inductor.cli.selftest.CASES", {})
+    monkeypatch.setenv("FLASH_INDUCTOR_CPU", "maybe")
+    monkeypatch.setenv("FLASH_INDUCTOR_MAX_MASK_ELEMENTS", "many")
+    assert main(["doctor", "--device", "cpu", "--json"]) == 1
+    found = {c["name"]: c for c in json.loads(capsys.readouterr().out)["checks"] if c["status"] == "problem"}
+    assert list(found) == ["FLASH_INDUCTOR_CPU", "FLASH_INDUCTOR_MAX_MASK_ELEMENTS"]
+    assert found["FLASH_INDUCTOR_CPU"]["text"] == "ignored: expected one of ('on', 'off'), got 'maybe'"
+    assert found["FLASH_INDUCTOR_CPU"]["remedy"] == "correct or unset FLASH_INDUCTOR_CPU"
+
+
+@pytest.mark.parametrize("command", ["demo", "explain no.such:model", "bench", "tune"])
+def test_other_commands_do_not_run_with_malformed_variables(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASH_INDUCTOR_ENABLE", "yes")
+    assert main(command.split()) == 1
+    done = capsys.readouterr()
+    assert done.out == "" and done.err.startswith("error: FLASH_INDUCTOR_ENABLE: expected 0, 1, true or false, got")
+    assert done.err.endswith("correct or unset it\n")
+
+
+def test_a_malformed_variable_in_a_process_of_its_own() -> None:
+    command = [sys.executable, "-m", "flash_inductor", "explain", "no.such:model"]
+    env = {**os.environ, "FLASH_INDUCTOR_ENABLE": "1", "FLASH_INDUCTOR_CPU": "maybe"}
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert "error: FLASH_INDUCTOR_CPU: expected one of" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("name", checks.TORCH_SWITCHES)
