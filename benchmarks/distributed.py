@@ -264,7 +264,7 @@ def work(rank: int, ranks: int, folder: str, args: argparse.Namespace) -> None:
     dist.init_process_group(init_method=f"file://{folder}/meet{ranks}", rank=rank, world_size=ranks, **group)
     cells = []
     for length in args.lengths:
-        for band in BANDS:
+        for band in args.bands:
             impls = (*OURS, *TORCH, *REPEATED) if ranks > 1 else (*ONE, "ring")
             for impl in impls if band == "causal" else [x for x in impls if x in (*OURS, "op")]:
                 cell = Cell(ranks, length, band, impl)
@@ -320,6 +320,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--lengths", default="65536,131072,262144")
+    parser.add_argument("--bands", nargs="+", default=list(BANDS), choices=BANDS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=32)

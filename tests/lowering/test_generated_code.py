@@ -13,6 +13,7 @@ from fakecuda import lower
 from harness import qkv
 from torch import Tensor
 
+import flash_inductor
 from flash_inductor.kernels.configs import Config
 from flash_inductor.lowering import choices
 
@@ -158,3 +159,15 @@ def test_dynamic_lengths_are_arguments() -> None:
     assert len(templates) == 3
     for body in templates:
         assert re.search(r"Q_LEN = ks\d", body) and re.search(r"KV_LEN = ks\d", body)
+
+
+def test_a_head_dim_that_dynamic_shapes_made_a_symbol_is_a_constant_again() -> None:
+    def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    with flash_inductor.enabled():
+        lowered = lower(sdpa, qkv(), dynamic=True)
+    templates = [k.body for k in harness.interp.kernel_sources(lowered.text) if k.is_template]
+    assert len(templates) == 3
+    for body in templates:
+        assert "HEAD_DIM : tl.constexpr = 16" in body and re.search(r"Q_LEN = ks\d", body)
