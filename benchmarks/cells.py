@@ -30,6 +30,7 @@ import torch
 import transformers
 
 import flash_inductor
+from flash_inductor.bench.errors import in_one_line
 from flash_inductor.report import collect
 
 STOCK = ("sdpa", "eager", "flex_attention")
@@ -143,8 +144,7 @@ def guarded(measure: Callable[..., Cell], name: str, impl: str, args: argparse.N
     try:
         cell = measure(name, impl, args)
     except Exception as error:
-        first_line = str(error).strip().splitlines()[:1]
-        cell = Cell(name, impl, error=f"{type(error).__name__}: {''.join(first_line)[:150]}")
+        cell = Cell(name, impl, error=in_one_line(error)[:170])
     torch._dynamo.reset()
     gc.collect()
     if args.device == "cuda":

@@ -31,6 +31,7 @@ from precision.exact import RESULTS, exact, roundings
 from precision.impls import Implementation, Unsupported, implementations
 from torch import Tensor
 
+from flash_inductor.bench.errors import in_one_line
 from flash_inductor.reference import attention_backward, attention_forward
 
 COMPILED = ("ours triton", "ours gluon")
@@ -80,7 +81,7 @@ def cell_of(case: Case, name: str, run: Implementation, tensors: Sequence[Tensor
             raise Unsupported("the whole matrix of scores would not fit")
         got = run(case, tensors)
     except (Unsupported, NotImplementedError, RuntimeError, ValueError) as error:
-        return {**cell, "refused": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}"}
+        return {**cell, "refused": in_one_line(error)[:170]}
     cell["errors"] = {
         result: None if (x := got[result]) is None else compare(x, results[result], bounds and bounds[result])
         for result in RESULTS

@@ -27,22 +27,10 @@ from flash_inductor.bench.tuning import SHARE, ordered
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
-def kernel_cases(lengths: Sequence[int]) -> list[Case]:
+def kernel_cases(lengths: Sequence[int], head_dims: Sequence[int] = (64, 128, 256)) -> list[Case]:
     """One for each row that the table can have."""
-    kinds: list[tuple[bool, int | None, float | None]] = [
-        (False, None, None),
-        (True, None, None),
-        (True, 512, None),
-        (True, None, 50.0),
-        (True, 512, 50.0),
-    ]
-    return [
-        Case("tune", max(1, 16384 // n), 2048 // d, 2048 // d, n, d, causal, window, cap, layout="bnhd")
-        for d in (64, 128, 256)
-        for causal, window, cap in kinds
-        for n in lengths
-        if window is None or n > window
-    ]
+    kinds = [(*band, cap) for cap in (None, 50.0) for band in ((False, None), (True, None), (True, 512))]
+    return tuning.cases(head_dims, kinds, lengths)
 
 
 def config_cases() -> list[Case]:
@@ -55,7 +43,7 @@ def measure_kernels(args: argparse.Namespace) -> list[ranking.Measured]:
     from flash_inductor.bench import timing
 
     clock, found = timing.GpuClock(), []
-    for case in kernel_cases(args.lengths):
+    for case in kernel_cases(args.lengths, args.dims):
         for m in tuning.kernels(case, clock, args.rep, print_line):
             found.append(m)
             flops = case.flops[ranking.PARTS[m.kind]]
@@ -104,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--architecture", type=int, default=9, help="first digit of its compute capability (%(default)s)"
     )
-    parser.add_argument("--lengths", type=lambda s: [int(x) for x in s.split(",")], default=list(LENGTHS))
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), metavar="N", help="of `kernels`")
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256], metavar="D", help="of `kernels`")
     parser.add_argument(
         "--rep", type=float, default=20.0, metavar="MS", help="measurement for each number (%(default)s)"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ def cell(**changes: Any) -> dict[str, Any]:
     data = {
         "name": str(case),
         "group": "anchors",
-        "case": {"window": 1024, "softcap": None, "head_dim": 128, "v_head_dim": 0, "causal": True, "length": 16384,
-                 "dtype": "bfloat16", "deterministic": False},
+        "case": {**asdict(case), "window": 1024, "softcap": None, "head_dim": 128, "v_head_dim": 0, "causal": True,
+                 "length": 16384, "dtype": "bfloat16", "deterministic": False},
         "impls": {"ours": found(1.0), "stock": found(2.0), "flex": found(1.25), "fa4": {"unsupported": "absent"}},
     }  # fmt: skip
     for name, change in changes.items():
@@ -163,7 +164,11 @@ def test_configurations_are_ordered_over_all_cases() -> None:
     assert "64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(32, 32, 4, 1),)" in table
     assert tuning.same([torch.ones(4)], [torch.ones(4)])
     assert not tuning.same([torch.full((4,), torch.nan)], [torch.ones(4)])
-    assert {(c.head_dim, c.causal, c.window, c.softcap) for c in tune.kernel_cases([512, 4096])} >= {
-        (256, True, 512, 50.0),
-        (64, False, None, None),
-    }
+
+
+def test_cases_for_every_row_that_the_table_can_have() -> None:
+    for length in (512, 4096):
+        made = [ranking.Measured.of(c, "fwd", {}) for c in tune.kernel_cases([length])]
+        bands = ["full", "causal", *(["window"] if length > 512 else [])]
+        expected = {("fwd", d, band, cap) for d in (64, 128, 256) for band in bands for cap in (False, True)}
+        assert {m.problem for m in made} == expected and len(made) == len(expected)

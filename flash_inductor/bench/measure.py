@@ -14,6 +14,7 @@ from torch import Tensor
 from . import check, impls
 from .bounds import is_wrong
 from .case import Case
+from .errors import in_one_line
 from .timing import Clock, interleave
 
 PARTS = ("forward", "backward")
@@ -97,9 +98,8 @@ def examine(
         except Exception as error:
             if is_fatal(error):
                 raise
-            first = (str(error).strip().splitlines() or [""])[0]
             kind = "unsupported" if is_refusal(error) else "error"
-            found[name] = {kind: f"{type(error).__name__}: {first}"[:200]}
+            found[name] = {kind: in_one_line(error)[:200]}
         release(device)
     return found, ready, expected
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .errors import in_one_line
 from .timing import Clock, interleave
 
 NAMES = ("eager", "stock", "ours")
@@ -83,13 +84,18 @@ class Step:
         return [x.double().cpu() for x in found]
 
 
-def in_float64(value: Any) -> Any:
-    """A copy of nested arguments with every floating-point tensor in float64."""
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A copy of nested tuples, lists and mappings with ``function`` of every tensor in its place."""
     if isinstance(value, Tensor):
-        return value.detach().double() if value.is_floating_point() else value
+        return function(value)
     if isinstance(value, Mapping):
-        return {key: in_float64(x) for key, x in value.items()}
-    return type(value)(in_float64(x) for x in value) if type(value) in (tuple, list) else value
+        return {key: mapped(function, x) for key, x in value.items()}
+    return type(value)(mapped(function, x) for x in value) if type(value) in (tuple, list) else value
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """Floating-point tensors in float64, others as they are."""
+    return x.detach().double() if x.is_floating_point() else x
 
 
 def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -152,10 +158,10 @@ def _expected(
         return None, "the model draws random numbers (dropout?); --eval compares it without"
     try:
         exact = copy.deepcopy(model).double() if isinstance(model, nn.Module) else model
-        return Step(exact, exact, in_float64(args), in_float64(kwargs), train).results(), None
+        arguments = mapped(in_float64, args), mapped(in_float64, kwargs)
+        return Step(exact, exact, *arguments, train).results(), None
     except Exception as error:  # dtypes written into the model, no memory for it: no reason not to measure
-        first = (str(error).strip().splitlines() or [""])[0]
-        return None, f"the model doesn't run in float64: {type(error).__name__}: {first}"
+        return None, f"the model doesn't run in float64: {in_one_line(error)}"
 
 
 def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

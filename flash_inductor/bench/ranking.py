@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..kernels.choices import KERNELS, ORDER, Row
+from .case import Case
 
 PARTS = {"fwd": "forward", "bwd": "backward"}
 MARGIN = 1.02  # times the architecture's own order must be beaten by
@@ -23,6 +24,11 @@ class Measured(NamedTuple):
     length: int
     ms: dict[str, float]
 
+    @classmethod
+    def of(cls, case: Case, kind: str, ms: dict[str, float]) -> Measured:
+        band = "window" if case.window is not None else "causal" if case.causal else "full"
+        return cls(kind, max(case.head_dim, case.value_dim), band, case.softcap is not None, case.length, ms)
+
     @property
     def problem(self) -> tuple[Any, ...]:
         """All but the length; the head dim as the table rounds it."""
@@ -34,16 +40,14 @@ def from_cells(cells: Iterable[dict[str, Any]]) -> list[Measured]:
     """What a run of benchmarks/attention.py says of our kernels, the deterministic cases left out."""
     found = []
     for cell in cells:
-        case = cell["case"]
-        if case["deterministic"]:
+        case = Case(**cell["case"])
+        if case.deterministic:
             continue
-        band = "window" if case["window"] is not None else "causal" if case["causal"] else "full"
-        head_dim = max(case["head_dim"], case["v_head_dim"])
         for kind, part in PARTS.items():
             named = {k: cell["impls"].get(f"ours:{k}", {}).get(part) for k in KERNELS}
             ms = {k: times["ms"] for k, times in named.items() if times is not None}
             if len(ms) > 1:
-                found.append(Measured(kind, head_dim, band, case["softcap"] is not None, case["length"], ms))
+                found.append(Measured.of(case, kind, ms))
     return found
 
 

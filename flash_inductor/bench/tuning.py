@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..kernels.configs import Config, Kind, configs, fitting, known
 from ..ops import choice, triton_kernels
 from . import impls, ranking
 from .case import Case
+from .errors import in_one_line
 from .timing import Call, Clock, interleave
 
 ROUNDS = 3
@@ -24,13 +25,32 @@ Say = Callable[[str], None]  # is told what fails
 Offer = Callable[[Kind, int, int, int, int | None], tuple[Config, ...]]
 
 
+def cases(
+    head_dims: Iterable[int],
+    kinds: Sequence[tuple[bool, int | None, float | None]],
+    lengths: Sequence[int],
+    tokens: int = 16384,
+    width: int = 2048,
+) -> list[Case]:
+    """Each head dim with each of ``kinds`` (causal, window, softcap) and each length that is longer than the window.
+
+    ``tokens`` are batch x length, ``width`` is heads x head dim.
+    """
+    return [
+        Case("tune", max(1, tokens // n), max(1, width // d), max(1, width // d), n, d, *kind, layout="bnhd")
+        for d in head_dims
+        for kind in kinds
+        for n in lengths
+        if kind[1] is None or n > kind[1]
+    ]
+
+
 def kernels(case: Case, clock: Clock, total_ms: float, say: Say) -> Iterator[ranking.Measured]:
     """Forward and backward of a case by every kernel that takes it and gives the results of Triton's."""
     attn, attn_backward = torch.ops.flashbwd.attn, torch.ops.flashbwd.attn_backward
     query, key, value, grad_out = impls.inputs(case, "cuda")
     out, lse = attn(query, key, value, **case.options, kernel_name="triton")
     saved = (grad_out, None, query, key, value, out, lse)
-    band = "window" if case.window else "causal" if case.causal else "full"
     for kind in ("fwd", "bwd"):
         op, args = (attn, (query, key, value)) if kind == "fwd" else (attn_backward, saved)
 
@@ -38,7 +58,7 @@ def kernels(case: Case, clock: Clock, total_ms: float, say: Say) -> Iterator[ran
             return lambda: op(*args, **case.options, kernel_name=name)
 
         ms = times({name: call(name) for name in KERNELS}, clock, total_ms, say)
-        yield ranking.Measured(kind, case.head_dim, band, case.softcap is not None, case.length, ms)
+        yield ranking.Measured.of(case, kind, ms)
 
 
 def tiles(
@@ -87,7 +107,7 @@ def times(calls: Mapping[str, Call], clock: Clock, total_ms: float, say: Say) ->
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            say(f"{name}: {type(error).__name__}: {str(error)[:150]}")
+            say(f"{name}: {in_one_line(error)[:170]}")
             continue
         if expected is None:
             expected = found

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import config
+from ..bench.errors import in_one_line
 from . import bench, demo, doctor, explain, tune
 from .errors import UsageError, is_out_of_memory
 
@@ -52,10 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_out_of_memory(error):
             raise
         logging.getLogger("flash_inductor").debug("out of memory", exc_info=error)
-        return _fail(
-            f"not enough memory: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}; "
-            "take smaller sizes, or free memory that other processes hold"
-        )
+        remedy = "take smaller sizes, or free memory that other processes hold"
+        return _fail(f"not enough memory: {in_one_line(error)}; {remedy}")
 
 
 def _fail(message: str) -> int:

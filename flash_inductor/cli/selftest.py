@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..bench.errors import in_one_line
 from ..matching.install import enabled
 from ..ops import choice
 from ..report import collect
@@ -52,8 +53,7 @@ def _guarded(title: str, test: Callable[..., str], *args: Any) -> Callable[[], C
         try:
             return Check(title, "ok", test(*args))
         except Exception as error:
-            words = str(error).strip().splitlines() or [""]
-            return Check(title, "problem", f"{type(error).__name__}: {words[0]}", REPORT)
+            return Check(title, "problem", in_one_line(error), REPORT)
 
     return run
 

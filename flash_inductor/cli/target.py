@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..bench.model import mapped
 from .errors import UsageError, is_out_of_memory
 
 DTYPES = {
@@ -71,7 +72,7 @@ def load(args: argparse.Namespace) -> Target:
         device = check_device(args.device)
         if isinstance(model, torch.nn.Module):
             model.to(device)
-        positional, keywords = moved(positional, device), moved(keywords, device)
+        positional, keywords = (mapped(lambda x: x.to(device), part) for part in (positional, keywords))
     return Target(model, positional, keywords)
 
 
@@ -81,7 +82,8 @@ def check_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device: {name!r} can't be used: {str(error).splitlines()[0]}") from error
+        why = str(error).partition("\n")[0]
+        raise UsageError(f"--device: {name!r} can't be used: {why}") from error
     return device
 
 
@@ -157,17 +159,6 @@ def parse_input(text: str, seed: int = 0) -> torch.Tensor:
     if dtype.is_floating_point:
         return torch.randn(size, generator=generator).to(dtype)
     return torch.randint(limit, size, generator=generator).to(dtype)
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """A copy of nested arguments with every tensor on ``device``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: moved(x, device) for key, x in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(moved(x, device) for x in value)
-    return value
 
 
 def _kind(value: Any) -> str:

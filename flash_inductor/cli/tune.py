@@ -78,7 +78,7 @@ def cases(
     head_dims: Sequence[int], lengths: Sequence[int], features: Sequence[str], tokens: int, width: int, window: int
 ) -> list[Any]:
     """What is measured: each length and head dim with each feature; softcap is measured with causal masks."""
-    from ..bench.case import Case
+    from ..bench import tuning
 
     kinds: dict[str, tuple[bool, int | None, float | None]] = {
         "full": (False, None, None),
@@ -86,13 +86,8 @@ def cases(
         "window": (True, window, None),
         "softcap": (True, None, 50.0),
     }
-    return [
-        Case("tune", max(1, tokens // n), max(1, width // d), max(1, width // d), n, d, *kinds[name], layout="bnhd")
-        for d in dict.fromkeys(head_dims)
-        for name in dict.fromkeys(features)
-        for n in sorted(set(lengths))
-        if name != "window" or n > window
-    ]
+    chosen = [kinds[name] for name in dict.fromkeys(features)]
+    return tuning.cases(dict.fromkeys(head_dims), chosen, sorted(set(lengths)), tokens, width)
 
 
 def previous(path: Path, capability: int) -> dict[str, Any]:
