@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
-import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ LOG2E = 1.4426950408889634
 # 2**47 to spare for length and values.
 _LARGEST_EXPONENT = 80.0
 # Beyond, a row's largest exponent is rounded by more than fp16's range takes: see ``row_factor`` in kernels/forward.py.
-_LARGEST_ROUNDED = 2.0**27
+_LARGEST_ROUNDED = 2.0**28
 _L2_BYTES = 28 << 20  # of keys and values that stay in the 50 MB of L2 while others pass through
 
 
@@ -169,12 +168,11 @@ def launch_of(
         config,
     )  # fmt: skip
     inner, factor = (0.0, scale * LOG2E) if softcap is None else (scale / softcap, softcap * LOG2E)
-    factor = struct.unpack("f", struct.pack("f", factor))[0]  # as the kernel gets it: factor + gap is a power of two
     describe = plan.describe
     arguments = (
         describe(query, 64, plan.width), describe(key, plan.block_n, plan.width),
         describe(value, plan.block_n, plan.v_width), describe(out, 64, plan.v_width),
-        lse, counter, *plan.sizes, inner, factor, factor / _LARGEST_ROUNDED, 2.0 ** math.frexp(factor)[1] - factor,
+        lse, counter, *plan.sizes, inner, factor, 2.0 ** math.frexp(factor)[1], _LARGEST_ROUNDED / factor,
     )  # fmt: skip
     return Launch(plan.bound, plan.blocks, arguments)
 

@@ -83,18 +83,6 @@ def tanh(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def row_factor(largest, slope, gap, factor):
-    """``factor``, or ``factor + gap`` for rows whose largest score reaches ``2 / slope``; a mix from ``1 / slope`` on.
-
-    Without a comparison: the way to the exponentials is the longest one of a block, and a predicate takes its time.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .f32 a; abs.f32 a, $1; fma.rn.sat.f32 a, a, $2, 0fBF800000; fma.rn.f32 $0, a, $3, $4; }",
-        "=f,f,f,f,f", [largest, slope, gap, factor], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def pin16(x):
     """16-bit data as it is, but computed here: LLVM may not move it across waits and products that follow."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
