@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ..spec import MaskSpec
 from .hopper import LOG2E
 from .launch import Bound
 
+_QUERIES, _KEYS = 64, 128  # of a step and of a block of threads, for head dims up to 128
 _ROWS = 128  # rows of query that scratch tensors are rounded up to
 _L2_BYTES = 28 << 20  # what the heads that are worked on together may take of the second level cache (50 MiB)
 _WAVES = 256  # CTAs of unequal length that fill the 132 SMs evenly when the longest start first
@@ -46,8 +47,7 @@ _CONFIGS = {
 }
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One backward in which every query sees a key and every key is seen by a query.
 
     Tensors as for :func:`backward`; lse and grad_lse may have any stride between heads.  The band holds only bounds
@@ -75,20 +75,26 @@ class Problem:
         return _cdiv(self.query.shape[2], _ROWS) * _ROWS
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """A kernel with its grid and arguments; a value, so that tests can compile it where it can't run.
 
     ``args`` are tensors, descriptors and None, then numbers that the kernel isn't specialised on.
     """
 
-    kernel: Any
+    bound: Bound
     grid: tuple[int, ...]
     args: tuple[Any, ...]
-    constants: dict[str, Any]
+
+    @property
+    def kernel(self) -> Any:
+        return self.bound.kernel
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return self.bound.constants
 
     def __call__(self) -> None:
-        _bound(self.kernel, tuple(self.constants.items())).launch(self.grid[0], self.args, self._variant())
+        self.bound.launch(self.grid[0], self.args, self._variant())
 
     def _variant(self) -> tuple[Any, ...]:
         """What Triton compiles for, besides the constants."""
@@ -103,13 +109,7 @@ class Launch:
         return tuple(variant)
 
 
-@lru_cache(maxsize=1024)
-def _bound(kernel: Any, constants: tuple[tuple[str, Any], ...]) -> Bound:
-    return Bound(kernel, dict(constants))
-
-
-@dataclass(frozen=True)
-class Scratch:
+class Scratch(NamedTuple):
     """fp32: lse in log2 units and delta [batch * heads, q_rows], dQ's accumulator [n, 256]; int32 turns or None."""
 
     lse: Tensor
@@ -170,7 +170,8 @@ def trim(problem: Problem) -> Problem | None:
     """
     q_len, kv_len = problem.query.shape[2], problem.key.shape[2]
     (q_begin, q_end, k_begin, k_end), lower, upper = _visible(q_len, kv_len, problem.mask.lower, problem.mask.upper)
-    problem = replace(problem, mask=MaskSpec(lower, upper))
+    if (lower, upper) != (problem.mask.lower, problem.mask.upper):
+        problem = problem._replace(mask=MaskSpec(lower, upper))
     if (q_begin, q_end, k_begin, k_end) == (0, q_len, 0, kv_len):
         return problem if problem.query.numel() and problem.key.numel() else None
     for grads, begin, end in (
@@ -193,7 +194,7 @@ def trim(problem: Problem) -> Problem | None:
         for name in group:
             x = getattr(problem, name)
             changed[name] = None if x is None else x[:, :, begin:end]
-    return replace(problem, **changed)
+    return problem._replace(**changed)
 
 
 @lru_cache(maxsize=1024)
@@ -226,17 +227,25 @@ def prepare(problem: Problem, dim: int) -> tuple[Scratch, Launch]:
         *out.stride()[:3], *grad_out.stride()[:3], lse.stride(1), 0 if grad_lse is None else grad_lse.stride(1),
         heads, q_len, q_rows,
     )  # fmt: skip
-    v_dim = problem.value.shape[3]
+    bound = _prepare(problem.value.shape[3], dim, grad_lse is not None, problem.deterministic, _align(out, grad_out))
+    return scratch, Launch(bound, (q_rows // 64 * batch * heads,), args)
+
+
+@lru_cache(maxsize=1024)
+def _prepare(v_dim: int, dim: int, grad_lse: bool, deterministic: bool, align: int) -> Bound:
     constants = {
-        "HEAD_DIM": v_dim, "BLOCK_D": 1 << (v_dim - 1).bit_length(), "DIM": dim, "BLOCK_M": 64,
-        "GRAD_LSE": grad_lse is not None, "DETERMINISTIC": problem.deterministic,
-        "ALIGN": _align(out, grad_out), "num_warps": 4,
+        "HEAD_DIM": v_dim, "BLOCK_D": 1 << (v_dim - 1).bit_length(), "DIM": dim, "BLOCK_M": 64, "GRAD_LSE": grad_lse,
+        "DETERMINISTIC": deterministic, "ALIGN": align, "num_warps": 4,
     }  # fmt: skip
-    return scratch, Launch(prepare_kernel, (q_rows // 64 * batch * heads,), args, constants)
+    return Bound(prepare_kernel, constants)
 
 
 def _align(*tensors: Tensor) -> int:
-    return 8 if all(s % 8 == 0 for x in tensors for s in x.stride()[:3]) else 1
+    combined = 0
+    for x in tensors:
+        batch, head, row, _ = x.stride()
+        combined |= batch | head | row
+    return 1 if combined & 7 else 8
 
 
 def finish(problem: Problem, scratch: Scratch, dim: int) -> Launch:
@@ -244,8 +253,12 @@ def finish(problem: Problem, scratch: Scratch, dim: int) -> Launch:
     batch, heads, q_len, head_dim = problem.query.shape
     grad = problem.grad_query
     args = (scratch.grad_query, grad, *grad.stride()[:3], heads, q_len, problem.q_rows, problem.scale)
-    constants = {"HEAD_DIM": head_dim, "DIM": dim, "ALIGN": _align(grad), "num_warps": 4}
-    return Launch(finish_kernel, (_cdiv(q_len, 64) * batch * heads,), args, constants)
+    return Launch(_finish(head_dim, dim, _align(grad)), (_cdiv(q_len, 64) * batch * heads,), args)
+
+
+@lru_cache(maxsize=1024)
+def _finish(head_dim: int, dim: int, align: int) -> Bound:
+    return Bound(finish_kernel, {"HEAD_DIM": head_dim, "DIM": dim, "ALIGN": align, "num_warps": 4})
 
 
 def columns(width: int) -> tuple[int, int]:
@@ -255,39 +268,55 @@ def columns(width: int) -> tuple[int, int]:
 
 def _launches(problem: Problem, config: BackwardConfig | None) -> list[Launch]:
     """Head dims up to 128: ``kernels.hopper.backward``."""
-    first_part, second_part = columns(max(problem.query.shape[3], problem.value.shape[3]))
     lower, upper, softcap = problem.mask.lower, problem.mask.upper, problem.softcap
-    c = config or _CONFIGS[first_part, second_part]
-    if config is None and first_part == 64 and not second_part and softcap is not None:
-        c = replace(c, ahead=True)  # hides the longer way to P: 366 to 380 TFLOP/s at causal 4k instead of 357
-    dim = 64 if first_part + second_part == 64 else 128
-    block_m, block_n = 64, 128
-    batch, heads, q_len, _ = problem.query.shape
-    kv_heads, kv_len = problem.key.shape[1:3]
+    batch, heads, q_len, head_dim = problem.query.shape
+    kv_heads, kv_len, v_head_dim = problem.value.shape[1:]
+    width = max(head_dim, v_head_dim)
+    dim = 64 if width <= 64 else 128
+    c, bound = _main(
+        width, lower is not None, upper is not None, kv_len % _KEYS != 0, softcap is not None, problem.deterministic,
+        config,
+    )  # fmt: skip
     scratch, first = prepare(problem, dim)
-    lower, upper, softcap = problem.mask.lower, problem.mask.upper, problem.softcap
     even = lower is None and upper is None
     at_once = c.heads_at_once or heads_at_once(batch, heads, kv_heads, q_len, kv_len, dim, even)
-    blocks_n = _cdiv(kv_len, block_n)
+    blocks_n = _cdiv(kv_len, _KEYS)
     args = (
-        tile_descriptor(problem.query, block_m, dim), tile_descriptor(problem.key, block_n // 2, dim),
-        tile_descriptor(problem.value, block_n // 2, dim), tile_descriptor(problem.grad_out, block_m, dim),
-        row_descriptor(scratch.lse, block_m), row_descriptor(scratch.delta, block_m),
-        flat_descriptor(scratch.grad_query, 16), tile_descriptor(problem.grad_key, block_n // 2, dim),
-        tile_descriptor(problem.grad_value, block_n // 2, dim), scratch.turns,
+        tile_descriptor(problem.query, _QUERIES, dim), tile_descriptor(problem.key, _KEYS // 2, dim),
+        tile_descriptor(problem.value, _KEYS // 2, dim), tile_descriptor(problem.grad_out, _QUERIES, dim),
+        row_descriptor(scratch.lse, _QUERIES), row_descriptor(scratch.delta, _QUERIES),
+        flat_descriptor(scratch.grad_query, 16), tile_descriptor(problem.grad_key, _KEYS // 2, dim),
+        tile_descriptor(problem.grad_value, _KEYS // 2, dim), scratch.turns,
         heads, kv_heads, heads // kv_heads, batch * kv_heads, at_once, blocks_n, q_len, problem.q_rows, kv_len,
         lower or 0, upper or 0, problem.scale / softcap if softcap else problem.scale * LOG2E, problem.scale,
         (softcap or 0.0) * LOG2E,
     )  # fmt: skip
+    return [first, Launch(bound, (blocks_n * batch * kv_heads,), args), finish(problem, scratch, dim)]
+
+
+@lru_cache(maxsize=1024)
+def _main(
+    width: int,
+    has_lower: bool,
+    has_upper: bool,
+    ragged: bool,
+    has_softcap: bool,
+    deterministic: bool,
+    config: BackwardConfig | None,
+) -> tuple[BackwardConfig, Bound]:
+    """The tuning, and the kernel for it; ``width`` is the wider head dim."""
+    first_part, second_part = columns(width)
+    c = config or _CONFIGS[first_part, second_part]
+    if config is None and first_part == 64 and not second_part and has_softcap:
+        c = replace(c, ahead=True)  # hides the longer way to P: 366 to 380 TFLOP/s at causal 4k instead of 357
     constants = {
-        "HAS_LOWER": lower is not None, "HAS_UPPER": upper is not None, "RAGGED": kv_len % block_n != 0,
-        "SOFTCAP": softcap is not None, "DETERMINISTIC": problem.deterministic, "BLOCK_M": block_m, "BLOCK_N": block_n,
-        "DIM": dim, "FIRST": first_part, "SECOND": second_part, "STAGES": c.stages,
+        "HAS_LOWER": has_lower, "HAS_UPPER": has_upper, "RAGGED": ragged, "SOFTCAP": has_softcap,
+        "DETERMINISTIC": deterministic, "BLOCK_M": _QUERIES, "BLOCK_N": _KEYS,
+        "DIM": 64 if width <= 64 else 128, "FIRST": first_part, "SECOND": second_part, "STAGES": c.stages,
         "DS_BUFFERS": c.ds_buffers, "AHEAD": c.ahead, "MAIN_REGISTERS": c.main_registers,
         "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
     }  # fmt: skip
-    main = Launch(backward_kernel, (blocks_n * batch * kv_heads,), args, constants)
-    return [first, main, finish(problem, scratch, dim)]
+    return c, Bound(backward_kernel, constants)
 
 
 @lru_cache(maxsize=1024)

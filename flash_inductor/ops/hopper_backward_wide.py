@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..kernels.hopper.backward_wide import backward_wide_kernel
 from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
 from .hopper import LOG2E, split
 from .hopper_backward import Launch, Problem, finish, heads_at_once, prepare
+from .launch import Bound
 
 _BLOCK = 64  # keys and queries of a step
 
@@ -56,17 +58,34 @@ def wide_launches(problem: Problem, config: WideConfig | None = None) -> list[La
         lower or 0, upper or 0, problem.scale / softcap if softcap else problem.scale * LOG2E, problem.scale,
         (softcap or 0.0) * LOG2E,
     )  # fmt: skip
+    bound = _main(
+        head_dim, v_head_dim, lower is not None, upper is not None, kv_len % _BLOCK != 0, softcap is not None,
+        problem.deterministic, c,
+    )  # fmt: skip
+    return [first, Launch(bound, (blocks_n * batch * kv_heads,), args), finish(problem, scratch, dim)]
+
+
+@lru_cache(maxsize=1024)
+def _main(
+    head_dim: int,
+    v_head_dim: int,
+    has_lower: bool,
+    has_upper: bool,
+    ragged: bool,
+    has_softcap: bool,
+    deterministic: bool,
+    c: WideConfig,
+) -> Bound:
     qk, v = _split(head_dim), _split(v_head_dim)
     constants = {
-        "HAS_LOWER": lower is not None, "HAS_UPPER": upper is not None, "RAGGED": kv_len % _BLOCK != 0,
-        "SOFTCAP": softcap is not None, "DETERMINISTIC": problem.deterministic, "QK_FIRST": qk[0],
-        "QK_SECOND": qk[1], "V_FIRST": v[0], "V_SECOND": v[1], "STAGES": c.stages or (3 if v_dim == 128 else 2),
+        "HAS_LOWER": has_lower, "HAS_UPPER": has_upper, "RAGGED": ragged, "SOFTCAP": has_softcap,
+        "DETERMINISTIC": deterministic, "QK_FIRST": qk[0], "QK_SECOND": qk[1], "V_FIRST": v[0], "V_SECOND": v[1],
+        "STAGES": c.stages or (3 if v_head_dim <= 128 else 2),
         "PARTS": c.slots * -(-head_dim // (c.slots * c.part)), "PART": c.part,
         "SLOTS": c.slots, "DS_IN_REGISTERS": c.ds_in_registers, "KV_REGISTERS": c.kv_registers,
         "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
     }  # fmt: skip
-    main = Launch(backward_wide_kernel, (blocks_n * batch * kv_heads,), args, constants)
-    return [first, main, finish(problem, scratch, dim)]
+    return Bound(backward_wide_kernel, constants)
 
 
 def _split(dim: int) -> tuple[int, int]:

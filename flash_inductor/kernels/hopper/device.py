@@ -142,9 +142,23 @@ def _boxes(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, 
     }
 
 
-@lru_cache
-def _flat(rank: int) -> Any:
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
+@lru_cache(maxsize=4096)
+def _flat(size: tuple[int, int], rows: int, cols: int) -> dict[str, Any]:
+    """The same for a contiguous fp32 matrix, not swizzled."""
+    return {
+        "shape": list(size),
+        "strides": [size[1], 1],
+        "block_shape": [rows, cols],
+        "layout": gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2),
+    }
+
+
+def _descriptor(x: Tensor, fields: dict[str, Any]) -> TensorDescriptor:
+    """Past the constructor, whose checks repeat what was checked before and take longer than all the rest."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.__dict__.update(fields)
+    descriptor.base = x
+    return descriptor
 
 
 def tile_descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
@@ -153,18 +167,14 @@ def tile_descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     TMA clips at every bound, zeros on load and nothing on store: ragged lengths need no masks on this side, and a box
     may be wider than the head dim.  What TMA asks of the strides: see ``ops.hopper.aligned``.
     """
-    # Past the constructor, whose checks repeat what was checked before and take longer than all the rest.
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.__dict__.update(_boxes(x.shape, x.stride(), x.dtype, rows, cols))
-    descriptor.base = x
-    return descriptor
+    return _descriptor(x, _boxes(x.shape, x.stride(), x.dtype, rows, cols))
 
 
 def row_descriptor(x: Tensor, cols: int) -> TensorDescriptor:
     """A contiguous fp32 [rows, length] tensor in boxes [1, cols], not swizzled: numbers that go with query rows."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, cols], _flat(2))
+    return _descriptor(x, _flat(x.shape, 1, cols))
 
 
 def flat_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """A contiguous fp32 [n, 256] scratch tensor in boxes [rows, 256], not swizzled: a copy as it lies in memory."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 256], _flat(2))
+    return _descriptor(x, _flat(x.shape, rows, 256))
