@@ -85,7 +85,13 @@ def _rows() -> list[tuple[Kind, int, str, Config]]:
     return rows
 
 
-@pytest.mark.parametrize(("kind", "dim", "name", "config"), _rows())
+def _id(value: Any) -> str:
+    if not isinstance(value, Config):
+        return str(value)
+    return f"{value.block_m}x{value.block_n}-warps{value.num_warps}-stages{value.num_stages}"
+
+
+@pytest.mark.parametrize(("kind", "dim", "name", "config"), _rows(), ids=_id)
 def test_entry_of_the_table(kind: Kind, dim: int, name: str, config: Config) -> None:
     case = replace(_TABLE[name], q_len=500, kv_len=500, head_dim=dim, dtype=torch.bfloat16)
     run(case, "cuda", **{kind: config})
