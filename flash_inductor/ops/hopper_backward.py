@@ -100,12 +100,13 @@ class Launch(NamedTuple):
         """What Triton compiles for, besides the constants."""
         variant: list[Any] = [torch.cuda.current_device()]
         for x in self.args:
-            if isinstance(x, Tensor):
-                variant += (x.dtype, x.data_ptr() % 16 == 0)
-            elif isinstance(x, TensorDescriptor):
+            kind = type(x)
+            if kind is TensorDescriptor:
                 variant.append(x.base.dtype)
-            elif isinstance(x, int):  # tensors come first
+            elif kind is int:  # tensors come first
                 break
+            elif x is not None:
+                variant += (x.dtype, x.data_ptr() % 16 == 0)
         return tuple(variant)
 
 
