@@ -1,6 +1,7 @@
 """What all tests share: GPU tests are skipped where there is no GPU, and no test leaves compiled code to the next.
 
-``--results FILE`` writes a line for each test as it ends, and prints failures at once: what a run that is cut leaves.
+``--results=FILE`` writes a line for each test as it ends, and prints failures at once: what a run that is cut leaves.
+With "=", since pytest takes a file after a space for one of its paths too, and looks there for these very options.
 """
 
 from __future__ import annotations
