@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._compat import groups
-from ..ops import empty_like_layout, validate
+from ..ops import autograd, empty_like_layout, validate
 from ..ops.library import LIB, lse_dtype
 from ..spec import MaskSpec
 from . import agree, run
@@ -26,6 +26,7 @@ _OPTIONS = (
     "SymInt? window_left=None, SymInt? window_right=None, float? softcap=None"
 )
 _RUN_OPTIONS = ("scale", "softcap")
+_INPUTS = ("query", "key", "value")
 # Which kernels run, and that ranks ask each other once, is decided in the call: nothing to record in a CUDA graph.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 LIB.define(
@@ -126,35 +127,9 @@ def _backward(
     return tuple(query.new_empty((0,)) if grad is None else grad for grad in grads)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    ctx.save_for_backward(*inputs, *output)
-    ctx.options = dict(keyword_only_inputs)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, out, lse = ctx.saved_tensors
-    if grad_out is None and grad_lse is None:
-        return None, None, None
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    grad_mask = list(ctx.needs_input_grad[:3])
-    grads = context_attn_backward(grad_out, grad_lse, query, key, value, out, lse, **ctx.options, grad_mask=grad_mask)
-    return tuple(grad if wanted else None for grad, wanted in zip(grads, grad_mask, strict=True))
-
-
-def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    raise NotImplementedError("flashbwd::context_attn: double backward is not supported")
-
-
-def _save_nothing(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    pass
-
-
 for _name, _implementation in (("context_attn", _forward), ("context_attn_backward", _backward)):
     LIB.impl(_name, _implementation, "CPU")
     LIB.impl(_name, _implementation, "CUDA")
-torch.library.register_autograd("flashbwd::context_attn", _differentiate, setup_context=_save, lib=LIB)
-torch.library.register_autograd(
-    "flashbwd::context_attn_backward", _no_double_backward, setup_context=_save_nothing, lib=LIB
+autograd.register(
+    context_attn, context_attn_backward, _INPUTS, _INPUTS, "compute this attention with torch operations, on one rank"
 )
