@@ -150,7 +150,7 @@ def forward_tile(
         unit, cap_scale, feats, batch, head, own, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
         HAS_LOWER, HAS_UPPER, SOFTCAP, PRECISION, FAST_TANH, FEATURES, False,
     )  # fmt: skip
-    empty = row_max == float("-inf")
+    empty = (row_max == float("-inf")) & (row_sum == 0.0)  # where all scores are NaN the sum is, too
     row_sum = tl.where(empty, 1.0, row_sum)
     lse = row_max + tl.log2(row_sum) * LN2 if BIAS & FEATURES else (row_max * factor + tl.log2(row_sum)) * LN2
     lse = tl.where(empty, float("-inf"), lse)

@@ -170,7 +170,24 @@ def main() -> None:
         except Exception:
             results[name] = traceback.format_exc()
     results["control"] = _control(broken)
+    results["nan_row"] = _nan_row()
     print(json.dumps(results))
+
+
+def _nan_row() -> str:
+    """What is not NaN where it should be: all scores of one query are NaN, those of the others aren't."""
+    from flash_inductor.ops import cuda
+    from flash_inductor.testing import make_inputs
+
+    query, key, value = make_inputs(batch=1, heads=1, q_len=40, head_dim=16)
+    query[:, :, 7] = math.nan
+    wrong = []
+    for name, options in (("full", {}), ("causal", {"is_causal": True})):
+        for result, x in zip(("out", "lse"), cuda.forward(query, key, value, **options), strict=True):
+            rows = x.reshape(40, -1).isnan()
+            if not rows[7].all() or rows.any(1).sum() != 1:
+                wrong.append(f"{name} {result}: NaN in rows {rows.any(1).nonzero().flatten().tolist()}")
+    return ", ".join(wrong)
 
 
 def _control(case: Case) -> str:

@@ -20,3 +20,7 @@ def test_matches_float64(name: str, results: dict[str, str]) -> None:
 
 def test_a_wrong_scale_is_noticed(results: dict[str, str]) -> None:
     assert "out: error" in results["control"] and "lse: error" in results["control"]
+
+
+def test_a_row_of_nan_is_nan_in_both_results(results: dict[str, str]) -> None:
+    assert results["nan_row"] == ""
