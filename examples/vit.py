@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Config:
-    layers: int = 2
+    layers: int = 1
     heads: int = 4
     dim: int = 128
     image: int = 64
@@ -60,7 +60,7 @@ def batches(c: Config, steps: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = arguments(__doc__, steps=20).parse_args(argv)
+    args = arguments(__doc__, steps=10).parse_args(argv)
     c = Config() if DEVICE == "cpu" else Config(layers=12, heads=12, dim=768, image=384, patch=8, batch=8)
     return 0 if compare(lambda: ViT(c), batches(c, args.steps), stock=args.stock) else 1
 
