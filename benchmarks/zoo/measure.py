@@ -121,7 +121,7 @@ def count_outside(compiled: Callable[..., Any], inputs: dict[str, Any], coverage
     calls = [event for event in profile.function_events if event.name == "aten::scaled_dot_product_attention"]
     coverage.outside = sum(not _inside(event) for event in calls)
     coverage.sites += coverage.outside
-    reason = "outside of every graph, after a graph break"
+    reason = "outside of every graph, after a graph break; TORCH_LOGS=graph_breaks names it"
     coverage.left += [{"form": "sdpa", "chain": "sdpa", "reason": reason}] * coverage.outside
 
 
