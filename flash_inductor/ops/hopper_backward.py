@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..kernels.hopper.around import finish_kernel, prepare_kernel
 from ..kernels.hopper.backward import backward_kernel
-from ..kernels.hopper.device import TensorDescriptor, flat_descriptor, row_descriptor, tile_descriptor
+from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
 from ..spec import MaskSpec
 from .hopper import LOG2E
+from .hopper_backward_wide import wide_launches
+from .hopper_problem import Launch, Problem, cdiv, finish, heads_at_once, prepare, trim
 from .launch import Bound
 
 _QUERIES, _KEYS = 64, 128  # of a step and of a block of threads, for head dims up to 128
-_ROWS = 128  # rows of query that scratch tensors are rounded up to
-_L2_BYTES = 28 << 20  # what the heads that are worked on together may take of the second level cache (50 MiB)
-_WAVES = 256  # CTAs of unequal length that fill the 132 SMs evenly when the longest start first
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -45,78 +38,6 @@ _CONFIGS = {
     (64, 32): BackwardConfig(stages=3),
     (128, 0): BackwardConfig(stages=3),
 }
-
-
-class Problem(NamedTuple):
-    """One backward in which every query sees a key and every key is seen by a query.
-
-    Tensors as for :func:`backward`; lse and grad_lse may have any stride between heads.  The band holds only bounds
-    that hide something.
-    """
-
-    grad_out: Tensor
-    grad_lse: Tensor | None
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    lse: Tensor
-    grad_query: Tensor
-    grad_key: Tensor
-    grad_value: Tensor
-    scale: float
-    mask: MaskSpec
-    softcap: float | None
-    deterministic: bool
-
-    @property
-    def q_rows(self) -> int:
-        """Rows of query in scratch tensors."""
-        return _cdiv(self.query.shape[2], _ROWS) * _ROWS
-
-
-class Launch(NamedTuple):
-    """A kernel with its grid and arguments; a value, so that tests can compile it where it can't run.
-
-    ``args`` are tensors, descriptors and None, then numbers that the kernel isn't specialised on.
-    """
-
-    bound: Bound
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-
-    @property
-    def kernel(self) -> Any:
-        return self.bound.kernel
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return self.bound.constants
-
-    def __call__(self) -> None:
-        self.bound.launch(self.grid[0], self.args, self._variant())
-
-    def _variant(self) -> tuple[Any, ...]:
-        """What Triton compiles for, besides the constants."""
-        variant: list[Any] = [torch.cuda.current_device()]
-        for x in self.args:
-            kind = type(x)
-            if kind is TensorDescriptor:
-                variant.append(x.base.dtype)
-            elif kind is int:  # tensors come first
-                break
-            elif x is not None:
-                variant += (x.dtype, x.data_ptr() % 16 == 0)
-        return tuple(variant)
-
-
-class Scratch(NamedTuple):
-    """fp32: lse in log2 units and delta [batch * heads, q_rows], dQ's accumulator [n, 256]; int32 turns or None."""
-
-    lse: Tensor
-    delta: Tensor
-    grad_query: Tensor
-    turns: Tensor | None
 
 
 def backward(
@@ -158,108 +79,8 @@ def launches(problem: Problem, config: Any = None) -> list[Launch]:
     """What has to be launched for a trimmed problem, in order; ``config`` as in :func:`backward`."""
     width = max(problem.query.shape[3], problem.value.shape[3])
     if width > 128:
-        from .hopper_backward_wide import wide_launches  # its parts are here
-
         return wide_launches(problem, config)
     return _launches(problem, config)
-
-
-def trim(problem: Problem) -> Problem | None:
-    """The problem without queries that see nothing and keys that nobody sees, whose gradients are set to 0.
-
-    None if nothing is left.  The kernel never reads what is cut off: what is not finite there can't leak.
-    """
-    q_len, kv_len = problem.query.shape[2], problem.key.shape[2]
-    (q_begin, q_end, k_begin, k_end), lower, upper = _visible(q_len, kv_len, problem.mask.lower, problem.mask.upper)
-    if (lower, upper) != (problem.mask.lower, problem.mask.upper):
-        problem = problem._replace(mask=MaskSpec(lower, upper))
-    if (q_begin, q_end, k_begin, k_end) == (0, q_len, 0, kv_len):
-        return problem if problem.query.numel() and problem.key.numel() else None
-    for grads, begin, end in (
-        ((problem.grad_query,), q_begin, q_end),
-        ((problem.grad_key, problem.grad_value), k_begin, k_end),
-    ):
-        for grad in grads:
-            grad[:, :, :begin].zero_()
-            grad[:, :, end:].zero_()
-    if q_begin == q_end or problem.query.numel() == 0 or problem.key.numel() == 0:
-        return None
-    names = {
-        (q_begin, q_end): ("grad_out", "grad_lse", "query", "out", "lse", "grad_query"),
-        (k_begin, k_end): ("key", "value", "grad_key", "grad_value"),
-    }
-    if (q_begin, q_end) == (k_begin, k_end):
-        names = {(q_begin, q_end): sum(names.values(), ())}
-    changed: dict[str, Any] = {}
-    for (begin, end), group in names.items():
-        for name in group:
-            x = getattr(problem, name)
-            changed[name] = None if x is None else x[:, :, begin:end]
-    return problem._replace(**changed)
-
-
-@lru_cache(maxsize=1024)
-def _visible(
-    q_len: int, kv_len: int, lower: int | None, upper: int | None
-) -> tuple[tuple[int, int, int, int], int | None, int | None]:
-    """(first query that sees a key, end, first key that is seen, end), and the band counted from these."""
-    low = -q_len if lower is None else max(lower, -q_len)
-    high = kv_len if upper is None else min(upper, kv_len)
-    q_begin, q_end = max(0, -high), min(q_len, kv_len - low)
-    k_begin, k_end = max(0, low), min(kv_len, q_len + high)
-    if low > high or q_begin >= q_end or k_begin >= k_end:
-        return (0, 0, 0, 0), None, None
-    low, high = low + q_begin - k_begin, high + q_begin - k_begin
-    rows, cols = q_end - q_begin, k_end - k_begin
-    spans = (q_begin, q_end, k_begin, k_end)
-    return spans, low if low > -(rows - 1) else None, high if high < cols - 1 else None
-
-
-def prepare(problem: Problem, dim: int) -> tuple[Scratch, Launch]:
-    """Scratch tensors, and the launch that fills them, for an accumulator of ``dim`` columns."""
-    batch, heads, q_len, _ = problem.query.shape
-    q_rows, rows = problem.q_rows, batch * heads * problem.q_rows
-    new = problem.lse.new_empty
-    turns = new(rows // 64, dtype=torch.int32) if problem.deterministic else None
-    scratch = Scratch(new((batch * heads, q_rows)), new((batch * heads, q_rows)), new((rows * dim // 256, 256)), turns)
-    out, grad_out, lse, grad_lse = problem.out, problem.grad_out, problem.lse, problem.grad_lse
-    args = (
-        out, grad_out, lse, grad_lse, scratch.lse, scratch.delta, scratch.grad_query, turns,
-        *out.stride()[:3], *grad_out.stride()[:3], lse.stride(1), 0 if grad_lse is None else grad_lse.stride(1),
-        heads, q_len, q_rows,
-    )  # fmt: skip
-    bound = _prepare(problem.value.shape[3], dim, grad_lse is not None, problem.deterministic, _align(out, grad_out))
-    return scratch, Launch(bound, (q_rows // 64 * batch * heads,), args)
-
-
-@lru_cache(maxsize=1024)
-def _prepare(v_dim: int, dim: int, grad_lse: bool, deterministic: bool, align: int) -> Bound:
-    constants = {
-        "HEAD_DIM": v_dim, "BLOCK_D": 1 << (v_dim - 1).bit_length(), "DIM": dim, "BLOCK_M": 64, "GRAD_LSE": grad_lse,
-        "DETERMINISTIC": deterministic, "ALIGN": align, "num_warps": 4,
-    }  # fmt: skip
-    return Bound(prepare_kernel, constants)
-
-
-def _align(*tensors: Tensor) -> int:
-    combined = 0
-    for x in tensors:
-        batch, head, row, _ = x.stride()
-        combined |= batch | head | row
-    return 1 if combined & 7 else 8
-
-
-def finish(problem: Problem, scratch: Scratch, dim: int) -> Launch:
-    """The launch that writes grad_query."""
-    batch, heads, q_len, head_dim = problem.query.shape
-    grad = problem.grad_query
-    args = (scratch.grad_query, grad, *grad.stride()[:3], heads, q_len, problem.q_rows, problem.scale)
-    return Launch(_finish(head_dim, dim, _align(grad)), (_cdiv(q_len, 64) * batch * heads,), args)
-
-
-@lru_cache(maxsize=1024)
-def _finish(head_dim: int, dim: int, align: int) -> Bound:
-    return Bound(finish_kernel, {"HEAD_DIM": head_dim, "DIM": dim, "ALIGN": align, "num_warps": 4})
 
 
 def columns(width: int) -> tuple[int, int]:
@@ -281,7 +102,7 @@ def _launches(problem: Problem, config: BackwardConfig | None) -> list[Launch]:
     scratch, first = prepare(problem, dim)
     even = lower is None and upper is None
     at_once = c.heads_at_once or heads_at_once(batch, heads, kv_heads, q_len, kv_len, dim, even)
-    blocks_n = _cdiv(kv_len, _KEYS)
+    blocks_n = cdiv(kv_len, _KEYS)
     args = (
         tile_descriptor(problem.query, _QUERIES, dim), tile_descriptor(problem.key, _KEYS // 2, dim),
         tile_descriptor(problem.value, _KEYS // 2, dim), tile_descriptor(problem.grad_out, _QUERIES, dim),
@@ -318,20 +139,3 @@ def _main(
         "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
     }  # fmt: skip
     return c, Bound(backward_kernel, constants)
-
-
-@lru_cache(maxsize=1024)
-def heads_at_once(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, even: bool) -> int:
-    """How many key heads are worked on together.
-
-    Their query, grad_out and dQ stay in L2, but where key blocks differ in length (not ``even``) a last group of fewer
-    than two waves of CTAs leaves SMs idle for up to an eighth of the run: then L2 has to stand back.  By less where
-    query heads share a key head, whose CTAs read as much more (32/8 heads causal at 4k: 525 TFLOP/s instead of 490).
-    """
-    total = batch * kv_heads
-    waves = _WAVES if heads == kv_heads else _WAVES // 2
-    at_once = _L2_BYTES // max(1, heads // kv_heads * q_len * dim * 8)
-    if not even:
-        at_once = max(at_once, _cdiv(waves, _cdiv(kv_len, 128)))
-    groups = _cdiv(total, max(1, min(total, at_once)))
-    return _cdiv(total, groups)  # groups of about the same size

@@ -8,7 +8,7 @@ from functools import lru_cache
 from ..kernels.hopper.backward_wide import backward_wide_kernel
 from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
 from .hopper import LOG2E, split
-from .hopper_backward import Launch, Problem, finish, heads_at_once, prepare
+from .hopper_problem import Launch, Problem, cdiv, finish, heads_at_once, prepare
 from .launch import Bound
 
 _BLOCK = 64  # keys and queries of a step
@@ -47,7 +47,7 @@ def wide_launches(problem: Problem, config: WideConfig | None = None) -> list[La
     even = lower is None and upper is None
     # It counts blocks of twice as many keys.
     at_once = c.heads_at_once or heads_at_once(batch, heads, kv_heads, q_len, 2 * kv_len, dim, even)
-    blocks_n = -(-kv_len // _BLOCK)
+    blocks_n = cdiv(kv_len, _BLOCK)
     args = (
         tile_descriptor(problem.query, _BLOCK, dim), tile_descriptor(problem.key, _BLOCK, dim),
         tile_descriptor(problem.value, _BLOCK, v_dim), tile_descriptor(problem.grad_out, _BLOCK, v_dim),

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flash_inductor.kernels import hopper as package
 from flash_inductor.ops import hopper_backward
-from flash_inductor.ops.hopper_backward import BackwardConfig, Problem, heads_at_once, launches, trim
+from flash_inductor.ops.hopper_backward import BackwardConfig, launches
+from flash_inductor.ops.hopper_problem import Problem, heads_at_once, trim
 from flash_inductor.reference import attention_backward, attention_forward
 from flash_inductor.spec import AttentionSpec, MaskSpec
 from flash_inductor.testing import assert_close_to_reference, largest_block_error, make_inputs

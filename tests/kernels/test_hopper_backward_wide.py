@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flash_inductor.kernels import hopper as package
-from flash_inductor.ops.hopper_backward import Launch, Problem, trim
 from flash_inductor.ops.hopper_backward_wide import WideConfig, wide_launches
+from flash_inductor.ops.hopper_problem import Launch, Problem, trim
 from flash_inductor.reference import attention_forward
 from flash_inductor.spec import AttentionSpec, MaskSpec
 from flash_inductor.testing import assert_close_to_reference, make_inputs
