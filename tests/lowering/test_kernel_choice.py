@@ -242,5 +242,6 @@ class TestMeasured:
             raise RuntimeError("out of memory")
 
         monkeypatch.setattr(inductor, "real_like", no_memory)
-        assert self.run(causal) == ["gluon"]
+        assert self.run(causal, q_len=1024) == ["gluon"]
+        assert self.run(causal, q_len=512) == ["cudnn"]
         assert not self.timed
