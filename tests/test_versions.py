@@ -81,8 +81,13 @@ def fake_environment(versions: ModuleType, folder: Path) -> Path:
 
 @pytest.mark.parametrize("good", [True, False])
 def test_a_run_with_an_environment_that_is_there(
-    versions: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], good: bool
+    versions: ModuleType,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    good: bool,
 ) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")
     fake_environment(versions, tmp_path)
     tests = tmp_path / "test_it.py"
     tests.write_text(f"def test_one(): assert {good}\ndef test_two(): pass\n")

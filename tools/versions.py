@@ -117,6 +117,7 @@ def run_tests(python: str, tests: Sequence[str], workers: int, row: Row) -> None
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", f"--junitxml={report}"]
         command += ["-n", str(workers), "--dist", "loadfile"] if workers > 1 else []
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor")}
+        environment.pop("PYTEST_ADDOPTS", None)  # meant for the run that this one may be a part of
         code = subprocess.run([*command, *tests], cwd=ROOT, env=environment, check=False).returncode
         row.tests_s = time.monotonic() - begin
         if not report.exists():
