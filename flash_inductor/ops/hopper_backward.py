@@ -11,9 +11,8 @@ from torch import Tensor
 from ..kernels.hopper.backward import backward_kernel
 from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
 from ..spec import MaskSpec
-from .hopper import LOG2E
 from .hopper_backward_wide import wide_launches
-from .hopper_problem import Launch, Problem, cdiv, finish, heads_at_once, prepare, trim
+from .hopper_problem import Launch, Problem, cdiv, finish, heads_at_once, numbers, prepare, trim
 from .launch import Bound
 
 _QUERIES, _KEYS = 64, 128  # of a step and of a block of threads, for head dims up to 128
@@ -93,12 +92,11 @@ def _launches(problem: Problem, config: BackwardConfig | None) -> list[Launch]:
     lower, upper, softcap = problem.mask.lower, problem.mask.upper, problem.softcap
     batch, heads, q_len, head_dim = problem.query.shape
     kv_heads, kv_len, v_head_dim = problem.value.shape[1:]
-    width = max(head_dim, v_head_dim)
-    dim = 64 if width <= 64 else 128
     c, bound = _main(
-        width, lower is not None, upper is not None, kv_len % _KEYS != 0, softcap is not None, problem.deterministic,
-        config,
+        max(head_dim, v_head_dim), lower is not None, upper is not None, kv_len % _KEYS != 0, softcap is not None,
+        problem.deterministic, config,
     )  # fmt: skip
+    dim = bound.constants["DIM"]
     scratch, first = prepare(problem, dim)
     even = lower is None and upper is None
     at_once = c.heads_at_once or heads_at_once(batch, heads, kv_heads, q_len, kv_len, dim, even)
@@ -109,9 +107,7 @@ def _launches(problem: Problem, config: BackwardConfig | None) -> list[Launch]:
         row_descriptor(scratch.lse, _QUERIES), row_descriptor(scratch.delta, _QUERIES),
         flat_descriptor(scratch.grad_query, 16), tile_descriptor(problem.grad_key, _KEYS // 2, dim),
         tile_descriptor(problem.grad_value, _KEYS // 2, dim), scratch.turns,
-        heads, kv_heads, heads // kv_heads, batch * kv_heads, at_once, blocks_n, q_len, problem.q_rows, kv_len,
-        lower or 0, upper or 0, problem.scale / softcap if softcap else problem.scale * LOG2E, problem.scale,
-        (softcap or 0.0) * LOG2E,
+        *numbers(problem, at_once, blocks_n),
     )  # fmt: skip
     return [first, Launch(bound, (blocks_n * batch * kv_heads,), args), finish(problem, scratch, dim)]
 

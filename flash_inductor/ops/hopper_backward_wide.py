@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from ..kernels.hopper.backward_wide import backward_wide_kernel
 from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
-from .hopper import LOG2E, split
-from .hopper_problem import Launch, Problem, cdiv, finish, heads_at_once, prepare
+from .hopper import split
+from .hopper_problem import Launch, Problem, cdiv, finish, heads_at_once, numbers, prepare
 from .launch import Bound
 
 _BLOCK = 64  # keys and queries of a step
@@ -54,9 +54,7 @@ def wide_launches(problem: Problem, config: WideConfig | None = None) -> list[La
         row_descriptor(scratch.lse, _BLOCK), row_descriptor(scratch.delta, _BLOCK),
         flat_descriptor(scratch.grad_query, c.part // 4), tile_descriptor(problem.grad_key, _BLOCK, dim),
         tile_descriptor(problem.grad_value, _BLOCK, v_dim), scratch.turns,
-        heads, kv_heads, heads // kv_heads, batch * kv_heads, at_once, blocks_n, q_len, problem.q_rows, kv_len,
-        lower or 0, upper or 0, problem.scale / softcap if softcap else problem.scale * LOG2E, problem.scale,
-        (softcap or 0.0) * LOG2E,
+        *numbers(problem, at_once, blocks_n),
     )  # fmt: skip
     bound = _main(
         head_dim, v_head_dim, lower is not None, upper is not None, kv_len % _BLOCK != 0, softcap is not None,

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..kernels.hopper.around import finish_kernel, prepare_kernel
 from ..kernels.hopper.device import TensorDescriptor
 from ..spec import MaskSpec
+from .hopper import LOG2E
 from .launch import Bound
 
 _ROWS = 128  # rows of query that scratch tensors are rounded up to
@@ -28,8 +29,8 @@ def cdiv(a: int, b: int) -> int:
 class Problem(NamedTuple):
     """One backward in which every query sees a key and every key is seen by a query.
 
-    Tensors as for :func:`backward`; lse and grad_lse may have any stride between heads.  The band holds only bounds
-    that hide something.
+    Tensors as for ``hopper_backward.backward``; lse and grad_lse may have any stride between heads.  The band holds
+    only bounds that hide something.
     """
 
     grad_out: Tensor
@@ -193,6 +194,18 @@ def finish(problem: Problem, scratch: Scratch, dim: int) -> Launch:
 @lru_cache(maxsize=1024)
 def _finish(head_dim: int, dim: int, align: int) -> Bound:
     return Bound(finish_kernel, {"HEAD_DIM": head_dim, "DIM": dim, "ALIGN": align, "num_warps": 4})
+
+
+def numbers(problem: Problem, at_once: int, blocks_n: int) -> tuple[int | float, ...]:
+    """The arguments of a main kernel behind its tensors."""
+    batch, heads, q_len, _ = problem.query.shape
+    kv_heads, kv_len = problem.key.shape[1:3]
+    scale, softcap, mask = problem.scale, problem.softcap, problem.mask
+    return (
+        heads, kv_heads, heads // kv_heads, batch * kv_heads, at_once, blocks_n, q_len, problem.q_rows, kv_len,
+        mask.lower or 0, mask.upper or 0, scale / softcap if softcap else scale * LOG2E, scale,
+        (softcap or 0.0) * LOG2E,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
