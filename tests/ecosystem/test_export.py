@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._inductor import aoti_compile_and_package, aoti_load_package
+from torch import Tensor
 
 import flash_inductor
 from flash_inductor.report import collect
 
 from .model import Model, causal, softcapped
-
-LENGTHS = (32, 48, 7)
-
-
-class Call(nn.Module):
-    """A function as the module that torch.export wants."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self.function(query, key, value)
-
-
-def explicit(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return flash_inductor.attention(query, key, value, is_causal=True, window_size=(9, None))
-
-
-def example(length: int = 32, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    return tuple(torch.randn(2, 2, length, 16, device=device, dtype=dtype) for _ in range(3))
-
-
-def export(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
-    """With a length that isn't known."""
-    length = torch.export.Dim("length", min=4, max=512)
-    names = ("query", "key", "value")
-    return torch.export.export(Call(function), inputs, dynamic_shapes={name: {2: length} for name in names})
+from .packages import LENGTHS, STEPS, Ending, control, example, explicit, export, judge, package, watch
 
 
 def test_export_leaves_models_as_they_are() -> None:
@@ -73,27 +46,54 @@ def test_a_compiled_export_is_rewritten() -> None:
     torch.testing.assert_close(out, softcapped(*inputs))
 
 
-def package(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], path: Path) -> Callable[..., Tensor]:
-    with flash_inductor.enabled(), torch.no_grad(), collect() as sites:
-        aoti_compile_and_package(export(function, inputs), package_path=str(path))
-    assert all(s.replaced for s in sites)
-    return aoti_load_package(str(path))
+@pytest.fixture(scope="module")
+def cpu_control(tmp_path_factory: pytest.TempPathFactory) -> Ending:
+    return package(control, "cpu", tmp_path_factory.mktemp("control"))
 
 
-def test_a_package_runs_on_the_cpu(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def gpu_control(tmp_path_factory: pytest.TempPathFactory) -> Ending:
+    return package(control, "cuda", tmp_path_factory.mktemp("control"))
+
+
+def test_a_package_runs_on_the_cpu(cpu_control: Ending, tmp_path: Path) -> None:
     """There the op is called, through C++ that must be given every integer of its schema."""
-    compiled = package(softcapped, example(), tmp_path / "cpu.pt2")
-    for length in LENGTHS:
-        inputs = example(length)
-        torch.testing.assert_close(compiled(*inputs), softcapped(*inputs))
+    assert cpu_control.worked, cpu_control
+    judge(package(softcapped, "cpu", tmp_path), cpu_control)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("function", [causal, softcapped, explicit])
-def test_a_package_runs_on_the_gpu(function: Callable[..., Tensor], tmp_path: Path) -> None:
-    """There it holds the templates' kernels: nothing of it calls Python."""
-    compiled = package(function, example(device="cuda", dtype=torch.bfloat16), tmp_path / "gpu.pt2")
-    for length in LENGTHS:
-        inputs = example(length, "cuda", torch.bfloat16)
-        expected = function(*(x.double() for x in inputs)) if function is not explicit else function(*inputs)
-        torch.testing.assert_close(compiled(*inputs).double(), expected.double(), rtol=2**-6, atol=2**-6)
+def test_a_package_runs_on_the_gpu(function: Callable[..., Tensor], gpu_control: Ending, tmp_path: Path) -> None:
+    """There it holds the templates' kernels: nothing of it calls Python.  Where torch can load packages, that is."""
+    judge(package(function, "cuda", tmp_path), gpu_control)
+
+
+def test_a_child_that_crashes_says_how_far_it_came(tmp_path: Path) -> None:
+    code = "import os; print('made', flush=True); os.kill(os.getpid(), 11)"
+    ending = watch("-c", code, cache=tmp_path)
+    assert ending[:2] == (("made",), -11) and "Segmentation fault" in ending.errors
+
+
+CRASH, ERROR = Ending(("made",), -11, ""), Ending(("made",), 1, "")
+WORKED, WRONG = Ending(STEPS, 0, ""), Ending(STEPS[:2], 1, "")
+
+
+@pytest.mark.parametrize(
+    ("ours", "reference", "outcome"),
+    [
+        (WORKED, WORKED, None),
+        (WORKED, CRASH, None),
+        (CRASH, CRASH, pytest.xfail.Exception),
+        (CRASH, WORKED, AssertionError),
+        (ERROR, CRASH, AssertionError),
+        (WRONG, CRASH, AssertionError),
+        (Ending((), 1, ""), Ending((), 1, ""), AssertionError),
+        (Ending(STEPS, -11, ""), WORKED, AssertionError),
+    ],
+)
+def test_only_what_the_control_cannot_do_either_is_expected_to_fail(
+    ours: Ending, reference: Ending, outcome: type[BaseException] | None
+) -> None:
+    with pytest.raises(outcome) if outcome else nullcontext():
+        judge(ours, reference)
