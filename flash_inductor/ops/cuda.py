@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat.cuda_driver import empty_strided
 from ..config import get_config
 from ..kernels.choices import Kind
 from ..spec import MaskSpec
 from ..support import effective_mask
 from . import aten, choice, triton_kernels, tuned
+from .launch import Repeated
 from .layout import dense_strides, empty_like_layout, has_wide_rows
 from .triton_kernels import on_device
 
@@ -129,22 +131,24 @@ def prepare(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any
 def _forward(
     kernel: str, triton: Callable[..., Any], query: Tensor, value: Tensor, numbers: dict[str, Any]
 ) -> Callable[..., Any]:
-    rows = query.shape[:3]
+    rows = tuple(query.shape[:3])
     size = (*rows, value.shape[3])
     strides = dense_strides(query.stride(), query.shape, size)
-    dtype, device = query.dtype, query.device
+    dtype = query.dtype
     if kernel == "gluon":
         from . import hopper
 
-        launch = _bound(hopper.forward, numbers)
+        index = query.device.index
+        launch = Repeated(_bound(hopper.forward, numbers), index)
+        lse_strides = (rows[1] * rows[2], rows[2], 1)
 
         def gluon(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             if (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
                 return triton(query, key, value)
-            out = torch.empty_strided(size, strides, dtype=dtype, device=device)
-            lse = torch.empty(rows, dtype=torch.float32, device=device)
             with on_device(query):
-                launch(query, key, value, out, lse)
+                out = empty_strided(size, strides, dtype)
+                lse = empty_strided(rows, lse_strides, torch.float32)
+                launch(query, key, value, out, lse, hopper.tile_counter(index))
             return out, lse
 
         return gluon
@@ -168,12 +172,15 @@ def _backward(
     numbers: dict[str, Any],
 ) -> Callable[..., Any]:
     strides = [dense_strides(x.stride(), x.shape, x.shape) for x in inputs]
-    outputs = [(x.shape, stride) for x, stride in zip(inputs, strides, strict=True)]
-    dtype, device = inputs[0].dtype, inputs[0].device
+    outputs = [(tuple(x.shape), stride) for x, stride in zip(inputs, strides, strict=True)]
+    dtype = inputs[0].dtype
+    launch: Callable[..., Any]
     if kernel == "gluon":
         from . import hopper_backward
+        from .hopper_problem import scratch_size
 
-        launch = _bound(hopper_backward.backward, numbers)
+        launch = Repeated(_bound(hopper_backward.backward, numbers), inputs[0].device.index)
+        scratch = (scratch_size(inputs[0], inputs[2], numbers["deterministic"]),)
     else:
         launch = _bound(
             aten.BACKWARD[kernel], {"is_causal": numbers["mask"].upper is not None, "scale": numbers["scale"]}
@@ -193,14 +200,17 @@ def _backward(
         lse = lse.contiguous()
         with on_device(query):
             if kernel == "gluon":
-                grads = [torch.empty_strided(*output, dtype=dtype, device=device) for output in outputs]
-                launch(grad_out, grad_lse, query, key, value, out, lse, *grads)
+                grads = [empty_strided(*output, dtype) for output in outputs]
+                grad_lse = None if grad_lse is None else grad_lse.contiguous()
+                memory = empty_strided(scratch, (1,), torch.float32)
+                launch(grad_out, grad_lse, query, key, value, out, lse, *grads, memory)
             else:
-                given = launch(grad_out, query, key, value, out, lse)
+                given: Any = launch(grad_out, query, key, value, out, lse)
                 grads = list(map(_laid_out, given, (query, key, value), strides))
+            nothing = empty_strided((0,), (1,), dtype)
         # All are computed together: what isn't wanted was scratch.
         found = (grad if want else grad.new_empty(0) for grad, want in zip(grads, wanted, strict=True))
-        return (*found, query.new_empty(0))
+        return (*found, nothing)
 
     return run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 from collections.abc import Callable
@@ -14,8 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._compat import cuda_driver
 from ..spec import MaskSpec
-from .launch import Bound
+from .launch import Launch
 from .layout import has_wide_rows
 
 LOG2E = 1.4426950408889634
@@ -104,68 +104,41 @@ def forward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    counter: Tensor,
     *,
     scale: float,
     mask: MaskSpec,
     softcap: float | None,
     config: Config | None = None,
-) -> None:
-    """Write out and lse (fp32 [batch, heads, q_len], contiguous); rows that see nothing get 0 and -inf.
+    processors: int | None = None,
+) -> list[Launch]:
+    """What writes out and lse (fp32 [batch, heads, q_len], contiguous); rows that see nothing get 0 and -inf.
 
-    For what :func:`takes` and :func:`aligned` agree to, ``out`` included; ``config`` overrides the table.
+    For what :func:`takes` and :func:`aligned` agree to, ``out`` included.  ``counter`` is that of the stream:
+    :func:`tile_counter`.  ``config`` overrides the table, ``processors`` the device's number of them.
+
+    Where nothing is seen at all, the results are written here and nothing is left to launch.
     """
     if lse.numel() == 0:
-        return
-    q_len, kv_len = query.shape[2], key.shape[2]
+        return []
+    batch, heads, q_len, head_dim = query.shape
+    kv_len = key.shape[2]
     lower, upper = mask.lower, mask.upper
     if _sees_nothing(q_len, kv_len, lower, upper):
         out.zero_()
         lse.fill_(-float("inf"))
-        return
+        return []
     # Keys that no row sees may hold anything: they aren't loaded.
     if lower is not None and lower > 0:
         key, value = key[:, :, lower:], value[:, :, lower:]
         lower, upper = 0, None if upper is None else upper - lower
     if upper is not None and q_len + upper < key.shape[2]:
         key, value = key[:, :, : q_len + upper], value[:, :, : q_len + upper]
-    index = query.device.index
-    with torch.cuda.device(index) if index != torch.cuda.current_device() else contextlib.nullcontext():
-        call = launch_of(
-            query, key, value, out, lse, _counter(index), lower, upper, scale, softcap, _processors(index), config
-        )
-        call.bound.launch(call.blocks, call.arguments, (query.dtype, index))
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel with all that it is called with."""
-
-    bound: Bound
-    blocks: int
-    arguments: tuple[Any, ...]
-
-
-def launch_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    counter: Tensor,
-    lower: int | None,
-    upper: int | None,
-    scale: float,
-    softcap: float | None,
-    processors: int,
-    config: Config | None = None,
-) -> Launch:
-    """How to call the kernel; some key must be seen.  Launches nothing and works on tensors of any device."""
-    batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len, v_head_dim = value.shape[1:]
     plan = _plan(
         batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, lower, upper, softcap is not None,
-        softcap is not None and softcap * LOG2E <= _LARGEST_EXPONENT and query.dtype is torch.bfloat16, processors,
-        config,
+        softcap is not None and softcap * LOG2E <= _LARGEST_EXPONENT and query.dtype is torch.bfloat16,
+        _processors(query.device.index) if processors is None else processors, config,
     )  # fmt: skip
     inner, factor = (0.0, scale * LOG2E) if softcap is None else (scale / softcap, softcap * LOG2E)
     describe = plan.describe
@@ -174,14 +147,15 @@ def launch_of(
         describe(value, plan.block_n, plan.v_width), describe(out, 64, plan.v_width),
         lse, counter, *plan.sizes, inner, factor, 2.0 ** math.frexp(factor)[1], _LARGEST_ROUNDED / factor,
     )  # fmt: skip
-    return Launch(plan.bound, plan.blocks, arguments)
+    return [Launch(plan.kernel, plan.constants, (plan.blocks,), arguments)]
 
 
 @dataclass(frozen=True)
 class Plan:
     """All of a launch that depends on shapes alone."""
 
-    bound: Bound
+    kernel: Any
+    constants: dict[str, Any]
     blocks: int
     sizes: tuple[int, ...]
     block_n: int
@@ -225,7 +199,8 @@ def _plan(
     constants = {
         "HAS_LOWER": lower is not None,
         "HAS_UPPER": upper is not None,
-        "RAGGED": kv_len % c.block_n != 0,
+        # Keys behind the last one are hidden from every row by an upper bound that ends before them: one kernel less.
+        "RAGGED": kv_len % c.block_n != 0 and (upper is None or q_len + upper > kv_len),
         "NARROW": lower is not None and upper is not None and upper - lower < c.block_n + 62,
         "SOFTCAP": has_softcap,
         "BOUNDED": bounded,
@@ -246,7 +221,7 @@ def _plan(
         threads = 128 * (c.warpgroups + 1)
         constants["maxnreg"] = 65536 // (threads * c.per_sm) // 8 * 8
     blocks = min(tiles, processors * c.per_sm)
-    return Plan(Bound(forward_kernel, constants), blocks, sizes, c.block_n, width, v_width, tile_descriptor)
+    return Plan(forward_kernel, constants, blocks, sizes, c.block_n, width, v_width, tile_descriptor)
 
 
 def _kind(lower: int | None, upper: int | None) -> str:
@@ -290,14 +265,14 @@ def _processors(device: int) -> int:
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
-def _counter(device: int) -> Tensor:
-    """The tile counter of the current stream, 0 between launches.
+def tile_counter(device: int) -> Tensor:
+    """What the forward's blocks of threads count tiles with on the current stream of the current device: int32 [1].
 
-    While a graph is captured, one of its own: two graphs may be replayed at once.
+    0 between launches.  While a graph is captured, one of its own: two graphs may be replayed at once.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device="cuda")
-    place = (device, torch.cuda.current_stream(device).cuda_stream)
+    place = (device, cuda_driver.raw_stream(device))
     counter = _counters.get(place)
     if counter is None:
         # It stays for ever, so it mustn't be in the pool of a graph that is about to be captured, where this thread (or

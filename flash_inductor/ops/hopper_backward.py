@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -12,8 +11,8 @@ from ..kernels.hopper.backward import backward_kernel
 from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
 from ..spec import MaskSpec
 from .hopper_backward_wide import wide_launches
-from .hopper_problem import Launch, Problem, cdiv, finish, heads_at_once, numbers, prepare, trim
-from .launch import Bound
+from .hopper_problem import Problem, cdiv, finish, heads_at_once, is_ragged, numbers, prepare, trim
+from .launch import Launch
 
 _QUERIES, _KEYS = 64, 128  # of a step and of a block of threads, for head dims up to 128
 
@@ -50,28 +49,29 @@ def backward(
     grad_query: Tensor,
     grad_key: Tensor,
     grad_value: Tensor,
+    scratch: Tensor | None = None,
     *,
     scale: float,
     mask: MaskSpec,
     softcap: float | None,
     deterministic: bool,
     config: Any = None,
-) -> None:
-    """Writes the three gradients of ``flashbwd::attn`` on the current device.
+) -> list[Launch]:
+    """What writes the three gradients of ``flashbwd::attn`` on the current device, in order.
 
     fp16 or bf16 tensors that ``hopper.takes`` and ``hopper.aligned`` hold for, the gradients' included; lse and
-    grad_lse fp32 [batch, heads, q_len].  ``deterministic``: the same bits in every run; else the sums of grad_query
-    over keys are in no fixed order.  ``config`` overrides the tuning: a BackwardConfig, or a WideConfig for head dims
-    above 128.
+    grad_lse fp32 [batch, heads, q_len], contiguous.  ``scratch``: fp32 of ``scratch_size``.  ``deterministic``: the
+    same bits in every run; else the sums of grad_query over keys are in no fixed order.  ``config`` overrides the
+    tuning: a BackwardConfig, or a WideConfig for head dims above 128.
+
+    Gradients of what sees nothing, or isn't seen, are set to 0 here.
     """
     problem = Problem(
-        grad_out, grad_lse if grad_lse is None or grad_lse.is_contiguous() else grad_lse.contiguous(),
-        query, key, value, out, lse, grad_query, grad_key, grad_value, scale, mask, softcap, deterministic,
+        grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, scale, mask, softcap,
+        deterministic, scratch,
     )  # fmt: skip
     visible = trim(problem)
-    if visible is not None:
-        for launch in launches(visible, config):
-            launch()
+    return [] if visible is None else launches(visible, config)
 
 
 def launches(problem: Problem, config: Any = None) -> list[Launch]:
@@ -92,12 +92,12 @@ def _launches(problem: Problem, config: BackwardConfig | None) -> list[Launch]:
     lower, upper, softcap = problem.mask.lower, problem.mask.upper, problem.softcap
     batch, heads, q_len, head_dim = problem.query.shape
     kv_heads, kv_len, v_head_dim = problem.value.shape[1:]
-    c, bound = _main(
-        max(head_dim, v_head_dim), lower is not None, upper is not None, kv_len % _KEYS != 0, softcap is not None,
-        problem.deterministic, config,
+    c, constants = _main(
+        max(head_dim, v_head_dim), lower is not None, upper is not None, is_ragged(problem, _KEYS),
+        softcap is not None, problem.deterministic, config,
     )  # fmt: skip
-    dim = bound.constants["DIM"]
-    scratch, first = prepare(problem, dim)
+    dim = constants["DIM"]
+    scratch, first = prepare(problem)
     even = lower is None and upper is None
     at_once = c.heads_at_once or heads_at_once(batch, heads, kv_heads, q_len, kv_len, dim, even)
     blocks_n = cdiv(kv_len, _KEYS)
@@ -109,10 +109,10 @@ def _launches(problem: Problem, config: BackwardConfig | None) -> list[Launch]:
         tile_descriptor(problem.grad_value, _KEYS // 2, dim), scratch.turns,
         *numbers(problem, at_once, blocks_n),
     )  # fmt: skip
-    return [first, Launch(bound, (blocks_n * batch * kv_heads,), args), finish(problem, scratch, dim)]
+    main = Launch(backward_kernel, constants, (blocks_n * batch * kv_heads,), args)
+    return [first, main, finish(problem, scratch)]
 
 
-@lru_cache(maxsize=1024)
 def _main(
     width: int,
     has_lower: bool,
@@ -121,8 +121,8 @@ def _main(
     has_softcap: bool,
     deterministic: bool,
     config: BackwardConfig | None,
-) -> tuple[BackwardConfig, Bound]:
-    """The tuning, and the kernel for it; ``width`` is the wider head dim."""
+) -> tuple[BackwardConfig, dict[str, Any]]:
+    """The tuning, and the constants for it; ``width`` is the wider head dim."""
     first_part, second_part = columns(width)
     c = config or _CONFIGS[first_part, second_part]
     if config is None and first_part == 64 and not second_part and has_softcap:
@@ -134,4 +134,4 @@ def _main(
         "DS_BUFFERS": c.ds_buffers, "AHEAD": c.ahead, "MAIN_REGISTERS": c.main_registers,
         "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
     }  # fmt: skip
-    return c, Bound(backward_kernel, constants)
+    return c, constants

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 from ..kernels.hopper.backward_wide import backward_wide_kernel
 from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
 from .hopper import split
-from .hopper_problem import Launch, Problem, cdiv, finish, heads_at_once, numbers, prepare
-from .launch import Bound
+from .hopper_problem import Problem, cdiv, finish, heads_at_once, is_ragged, numbers, prepare
+from .launch import Launch
 
 _BLOCK = 64  # keys and queries of a step
 
@@ -42,7 +42,7 @@ def wide_launches(problem: Problem, config: WideConfig | None = None) -> list[La
     batch, heads, q_len, head_dim = problem.query.shape
     kv_heads, kv_len, v_head_dim = problem.value.shape[1:]
     dim, v_dim = 256, 128 if v_head_dim <= 128 else 256
-    scratch, first = prepare(problem, dim)
+    scratch, first = prepare(problem)
     lower, upper, softcap = problem.mask.lower, problem.mask.upper, problem.softcap
     even = lower is None and upper is None
     # It counts blocks of twice as many keys.
@@ -56,15 +56,15 @@ def wide_launches(problem: Problem, config: WideConfig | None = None) -> list[La
         tile_descriptor(problem.grad_value, _BLOCK, v_dim), scratch.turns,
         *numbers(problem, at_once, blocks_n),
     )  # fmt: skip
-    bound = _main(
-        head_dim, v_head_dim, lower is not None, upper is not None, kv_len % _BLOCK != 0, softcap is not None,
+    constants = _constants(
+        head_dim, v_head_dim, lower is not None, upper is not None, is_ragged(problem, _BLOCK), softcap is not None,
         problem.deterministic, c,
     )  # fmt: skip
-    return [first, Launch(bound, (blocks_n * batch * kv_heads,), args), finish(problem, scratch, dim)]
+    main = Launch(backward_wide_kernel, constants, (blocks_n * batch * kv_heads,), args)
+    return [first, main, finish(problem, scratch)]
 
 
-@lru_cache(maxsize=1024)
-def _main(
+def _constants(
     head_dim: int,
     v_head_dim: int,
     has_lower: bool,
@@ -73,9 +73,9 @@ def _main(
     has_softcap: bool,
     deterministic: bool,
     c: WideConfig,
-) -> Bound:
+) -> dict[str, Any]:
     qk, v = _split(head_dim), _split(v_head_dim)
-    constants = {
+    return {
         "HAS_LOWER": has_lower, "HAS_UPPER": has_upper, "RAGGED": ragged, "SOFTCAP": has_softcap,
         "DETERMINISTIC": deterministic, "QK_FIRST": qk[0], "QK_SECOND": qk[1], "V_FIRST": v[0], "V_SECOND": v[1],
         "STAGES": c.stages or (3 if v_head_dim <= 128 else 2),
@@ -83,7 +83,6 @@ def _main(
         "SLOTS": c.slots, "DS_IN_REGISTERS": c.ds_in_registers, "KV_REGISTERS": c.kv_registers,
         "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
     }  # fmt: skip
-    return Bound(backward_wide_kernel, constants)
 
 
 def _split(dim: int) -> tuple[int, int]:

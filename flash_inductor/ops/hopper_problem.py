@@ -5,17 +5,15 @@ Imported only where Gluon can be: see ``hopper.takes``.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.hopper.around import finish_kernel, prepare_kernel
-from ..kernels.hopper.device import TensorDescriptor
 from ..spec import MaskSpec
 from .hopper import LOG2E
-from .launch import Bound
+from .launch import Launch
 
 _ROWS = 128  # rows of query that scratch tensors are rounded up to
 _L2_BYTES = 28 << 20  # what the heads that are worked on together may take of the second level cache (50 MiB)
@@ -47,46 +45,12 @@ class Problem(NamedTuple):
     mask: MaskSpec
     softcap: float | None
     deterministic: bool
+    scratch: Tensor | None = None  # fp32, at least of ``scratch_size``; None to allocate it
 
     @property
     def q_rows(self) -> int:
         """Rows of query in scratch tensors."""
         return cdiv(self.query.shape[2], _ROWS) * _ROWS
-
-
-class Launch(NamedTuple):
-    """A kernel with its grid and arguments; a value, so that tests can compile it where it can't run.
-
-    ``args`` are tensors, descriptors and None, then numbers that the kernel isn't specialised on.
-    """
-
-    bound: Bound
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-
-    @property
-    def kernel(self) -> Any:
-        return self.bound.kernel
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return self.bound.constants
-
-    def __call__(self) -> None:
-        self.bound.launch(self.grid[0], self.args, self._variant())
-
-    def _variant(self) -> tuple[Any, ...]:
-        """What Triton compiles for, besides the constants."""
-        variant: list[Any] = [torch.cuda.current_device()]
-        for x in self.args:
-            kind = type(x)
-            if kind is TensorDescriptor:
-                variant.append(x.base.dtype)
-            elif kind is int:  # tensors come first
-                break
-            elif x is not None:
-                variant += (x.dtype, x.data_ptr() % 16 == 0)
-        return tuple(variant)
 
 
 class Scratch(NamedTuple):
@@ -132,7 +96,6 @@ def trim(problem: Problem) -> Problem | None:
     return problem._replace(**changed)
 
 
-@lru_cache(maxsize=1024)
 def _visible(
     q_len: int, kv_len: int, lower: int | None, upper: int | None
 ) -> tuple[tuple[int, int, int, int], int | None, int | None]:
@@ -149,30 +112,40 @@ def _visible(
     return spans, low if low > -(rows - 1) else None, high if high < cols - 1 else None
 
 
-def prepare(problem: Problem, dim: int) -> tuple[Scratch, Launch]:
-    """Scratch tensors, and the launch that fills them, for an accumulator of ``dim`` columns."""
+def scratch_size(query: Tensor, value: Tensor, deterministic: bool) -> int:
+    """Elements of the scratch tensor of a backward."""
+    batch, heads, q_len, head_dim = query.shape
+    rows = batch * heads * cdiv(q_len, _ROWS) * _ROWS
+    return rows * (2 + _columns(max(head_dim, value.shape[3]))) + (rows // 64 if deterministic else 0)
+
+
+def _columns(width: int) -> int:
+    """Of dQ's accumulator, by the wider head dim."""
+    return 64 if width <= 64 else 128 if width <= 128 else 256
+
+
+def prepare(problem: Problem) -> tuple[Scratch, Launch]:
+    """Scratch tensors, and the launch that fills them."""
     batch, heads, q_len, _ = problem.query.shape
     q_rows, rows = problem.q_rows, batch * heads * problem.q_rows
-    new = problem.lse.new_empty
-    turns = new(rows // 64, dtype=torch.int32) if problem.deterministic else None
-    scratch = Scratch(new((batch * heads, q_rows)), new((batch * heads, q_rows)), new((rows * dim // 256, 256)), turns)
+    dim, v_dim = _columns(max(problem.query.shape[3], problem.value.shape[3])), problem.value.shape[3]
+    size = scratch_size(problem.query, problem.value, problem.deterministic)
+    whole = problem.lse.new_empty(size) if problem.scratch is None else problem.scratch[:size]
+    lse2, delta, acc, rest = whole.split((rows, rows, rows * dim, size - rows * (2 + dim)))
+    turns = rest.view(torch.int32) if problem.deterministic else None
+    scratch = Scratch(lse2.view(-1, q_rows), delta.view(-1, q_rows), acc.view(-1, 256), turns)
     out, grad_out, lse, grad_lse = problem.out, problem.grad_out, problem.lse, problem.grad_lse
     args = (
         out, grad_out, lse, grad_lse, scratch.lse, scratch.delta, scratch.grad_query, turns,
         *out.stride()[:3], *grad_out.stride()[:3], lse.stride(1), 0 if grad_lse is None else grad_lse.stride(1),
         heads, q_len, q_rows,
     )  # fmt: skip
-    bound = _prepare(problem.value.shape[3], dim, grad_lse is not None, problem.deterministic, _align(out, grad_out))
-    return scratch, Launch(bound, (q_rows // 64 * batch * heads,), args)
-
-
-@lru_cache(maxsize=1024)
-def _prepare(v_dim: int, dim: int, grad_lse: bool, deterministic: bool, align: int) -> Bound:
     constants = {
-        "HEAD_DIM": v_dim, "BLOCK_D": 1 << (v_dim - 1).bit_length(), "DIM": dim, "BLOCK_M": 64, "GRAD_LSE": grad_lse,
-        "DETERMINISTIC": deterministic, "ALIGN": align, "num_warps": 4,
+        "HEAD_DIM": v_dim, "BLOCK_D": 1 << (v_dim - 1).bit_length(), "DIM": dim, "BLOCK_M": 64,
+        "GRAD_LSE": grad_lse is not None, "DETERMINISTIC": problem.deterministic, "ALIGN": _align(out, grad_out),
+        "num_warps": 4,
     }  # fmt: skip
-    return Bound(prepare_kernel, constants)
+    return scratch, Launch(prepare_kernel, constants, (q_rows // 64 * batch * heads,), args)
 
 
 def _align(*tensors: Tensor) -> int:
@@ -183,17 +156,20 @@ def _align(*tensors: Tensor) -> int:
     return 1 if combined & 7 else 8
 
 
-def finish(problem: Problem, scratch: Scratch, dim: int) -> Launch:
+def finish(problem: Problem, scratch: Scratch) -> Launch:
     """The launch that writes grad_query."""
     batch, heads, q_len, head_dim = problem.query.shape
     grad = problem.grad_query
     args = (scratch.grad_query, grad, *grad.stride()[:3], heads, q_len, problem.q_rows, problem.scale)
-    return Launch(_finish(head_dim, dim, _align(grad)), (cdiv(q_len, 64) * batch * heads,), args)
+    dim = _columns(max(head_dim, problem.value.shape[3]))
+    constants = {"HEAD_DIM": head_dim, "DIM": dim, "ALIGN": _align(grad), "num_warps": 4}
+    return Launch(finish_kernel, constants, (cdiv(q_len, 64) * batch * heads,), args)
 
 
-@lru_cache(maxsize=1024)
-def _finish(head_dim: int, dim: int, align: int) -> Bound:
-    return Bound(finish_kernel, {"HEAD_DIM": head_dim, "DIM": dim, "ALIGN": align, "num_warps": 4})
+def is_ragged(problem: Problem, block: int) -> bool:
+    """Whether a block of keys has an end that no bound hides from the rows."""
+    q_len, kv_len, upper = problem.query.shape[2], problem.key.shape[2], problem.mask.upper
+    return kv_len % block != 0 and (upper is None or q_len + upper > kv_len)
 
 
 def numbers(problem: Problem, at_once: int, blocks_n: int) -> tuple[int | float, ...]:
@@ -208,7 +184,6 @@ def numbers(problem: Problem, at_once: int, blocks_n: int) -> tuple[int | float,
     )  # fmt: skip
 
 
-@lru_cache(maxsize=1024)
 def heads_at_once(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, even: bool) -> int:
     """How many key heads are worked on together.
 

@@ -120,11 +120,12 @@ class _Calls:
 
     def __call__(self, tensors: Sequence[Tensor | None], options: dict[str, Any]) -> Callable[..., Any]:
         """``options`` with lists as tuples.  Raises what the checks raise."""
+        config = get_config()
         signature = (
             *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
             *options.items(),
-            get_config().kernel,
-            get_config().table,
+            config.kernel,
+            config.table,
             torch.are_deterministic_algorithms_enabled(),
         )
         call = self.known.get(signature)

@@ -50,7 +50,10 @@ def _run(
     lse.fill_(torch.nan)
     assert hopper.takes("fwd", query.shape[3], value.shape[3], query.dtype, 90, None)
     assert hopper.aligned(query, key, value, out)
-    hopper.forward(query, key, value, out, lse, scale=query.shape[3] ** -0.5, mask=mask, softcap=softcap)
+    counter = hopper.tile_counter(query.device.index)
+    scale = query.shape[3] ** -0.5
+    for launch in hopper.forward(query, key, value, out, lse, counter, scale=scale, mask=mask, softcap=softcap):
+        launch()
     return out, lse
 
 

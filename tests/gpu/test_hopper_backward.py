@@ -61,10 +61,12 @@ def _backward(
     grad_out = torch.randn(batch, q_len, heads, dim, generator=generator).to("cuda", query.dtype).transpose(1, 2)
     grad_lse = torch.randn(batch, heads, q_len, generator=generator).cuda()
     grads = [torch.full_like(x, torch.nan) for x in inputs]
-    hopper_backward.backward(
+    launches = hopper_backward.backward(
         grad_out, grad_lse, query, key, value, out.to(query.dtype), lse.float(), grads[0], grads[1], grads[2],
         scale=dim**-0.5, mask=mask, softcap=softcap, deterministic=deterministic, config=config,
     )  # fmt: skip
+    for launch in launches:
+        launch()
     return grads, grad_out, grad_lse
 
 

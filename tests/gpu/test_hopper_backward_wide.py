@@ -57,10 +57,12 @@ def _run(inputs: _Inputs, grad_lse: Tensor | None, spec: AttentionSpec, determin
     query, key, value, out, lse, grad_out = inputs
     grads = [empty_like_layout(x, x.shape).fill_(torch.nan) for x in (query, key, value)]
     assert hopper.aligned(query, key, value, out, grad_out, *grads)
-    hopper_backward.backward(
+    launches = hopper_backward.backward(
         grad_out, grad_lse, query, key, value, out, lse, grads[0], grads[1], grads[2],
         scale=query.shape[3] ** -0.5, mask=spec.mask, softcap=spec.softcap, deterministic=deterministic,
     )  # fmt: skip
+    for launch in launches:
+        launch()
     return grads
 
 

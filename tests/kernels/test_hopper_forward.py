@@ -31,7 +31,7 @@ _CASES: dict[str, tuple[int, int, int | None, int | None, float | None, int, tor
 def test_compiles(name: str) -> None:
     dim, v_dim, lower, upper, softcap, kv_len, dtype, spilled = _CASES[name]
     call = _call(dim, v_dim, lower, upper, softcap, kv_len, dtype)
-    found = resources(compile_for_hopper(call.bound.kernel, call.arguments, call.bound.constants))
+    found = resources(compile_for_hopper(call.kernel, call.args, call.constants))
     check_hopper(found, spilled)
 
 
@@ -42,7 +42,11 @@ def _call(
     key, value = torch.empty(1, 2, kv_len, dim, dtype=dtype), torch.empty(1, 2, kv_len, v_dim, dtype=dtype)
     out, lse = torch.empty(1, 2, 1024, v_dim, dtype=dtype), torch.empty(1, 2, 1024)
     counter = torch.zeros(1, dtype=torch.int32)
-    return hopper.launch_of(query, key, value, out, lse, counter, lower, upper, dim**-0.5, softcap, 132)
+    mask = hopper.MaskSpec(lower, upper)
+    (call,) = hopper.forward(
+        query, key, value, out, lse, counter, scale=dim**-0.5, mask=mask, softcap=softcap, processors=132
+    )
+    return call
 
 
 @pytest.mark.parametrize("dim", range(8, 257, 8))
@@ -90,8 +94,8 @@ def test_aligned() -> None:
 def test_a_bound_that_hides_nothing_is_none() -> None:
     full = _call(64, 64, None, None, None, 1024, torch.bfloat16)
     for lower, upper in ((-1023, None), (None, 1023), (-5000, 5000)):
-        assert _call(64, 64, lower, upper, None, 1024, torch.bfloat16).bound.constants == full.bound.constants
-    assert _call(64, 64, -1022, 1022, None, 1024, torch.bfloat16).bound.constants["HAS_LOWER"]
+        assert _call(64, 64, lower, upper, None, 1024, torch.bfloat16).constants == full.constants
+    assert _call(64, 64, -1022, 1022, None, 1024, torch.bfloat16).constants["HAS_LOWER"]
 
 
 @pytest.mark.parametrize(("lower", "upper"), [(10, 9), (100, None), (None, -50), (100, 200), (-80, -50)])
@@ -99,7 +103,8 @@ def test_blind_problems_launch_nothing(lower: int | None, upper: int | None) -> 
     query, key = torch.ones(1, 1, 50, 64), torch.ones(1, 1, 100, 64)
     out, lse = torch.full_like(query, torch.nan), torch.full((1, 1, 50), torch.nan)
     mask = hopper.MaskSpec(lower, upper)
-    hopper.forward(query, key, key, out, lse, scale=1.0, mask=mask, softcap=None)
+    counter = torch.zeros(1, dtype=torch.int32)
+    assert hopper.forward(query, key, key, out, lse, counter, scale=1.0, mask=mask, softcap=None) == []
     assert not out.any() and torch.isneginf(lse).all()
 
 
@@ -107,5 +112,8 @@ def test_config_override() -> None:
     c = hopper.Config(block_n=64, per_sm=2)
     query = torch.empty(1, 2, 1024, 64, dtype=torch.bfloat16)
     lse, counter = torch.empty(1, 2, 1024), torch.zeros(1, dtype=torch.int32)
-    call = hopper.launch_of(query, query, query, query, lse, counter, None, 0, 1.0, None, 4, c)
-    assert call.blocks == 8 and call.bound.constants["BLOCK_N"] == 64 and call.bound.constants["maxnreg"] == 80
+    (call,) = hopper.forward(
+        query, query, query, query, lse, counter, scale=1.0, mask=hopper.MaskSpec(upper=0), softcap=None, config=c,
+        processors=4,
+    )  # fmt: skip
+    assert call.grid == (8,) and call.constants["BLOCK_N"] == 64 and call.constants["maxnreg"] == 80

@@ -67,13 +67,15 @@ def run(config: Config, query: Tensor, key: Tensor, value: Tensor, mask: MaskSpe
     counter = torch.zeros(1, dtype=torch.int32)
     scale = query.shape[3] ** -0.5
     # Three blocks of threads for more tiles than that: they go on from tile to tile, and the counter comes into play.
-    call = hopper.launch_of(
-        query, key, value, out, lse, counter, mask.lower, mask.upper, scale, softcap, 3 // config.per_sm, config
-    )
+    processors = 3 // config.per_sm
+    (call,) = hopper.forward(
+        query, key, value, out, lse, counter, scale=scale, mask=mask, softcap=softcap, config=config,
+        processors=processors,
+    )  # fmt: skip
     names = load(_FOLDER / "tiles.py", _FOLDER / "forward.py")
-    descriptors = [Descriptor(x.base, x.block_shape) for x in call.arguments[:4]]
-    constants = {k: v for k, v in call.bound.constants.items() if k not in ("num_warps", "maxnreg")}
-    arguments = (*descriptors, Pointer(lse), Pointer(counter), *call.arguments[6:])
-    launch(names["forward_kernel"], call.blocks, *arguments, **constants)
+    descriptors = [Descriptor(x.base, x.block_shape) for x in call.args[:4]]
+    constants = {k: v for k, v in call.constants.items() if k not in ("num_warps", "maxnreg")}
+    arguments = (*descriptors, Pointer(lse), Pointer(counter), *call.args[6:])
+    launch(names["forward_kernel"], call.grid[0], *arguments, **constants)
     assert counter.item() == 0
     assert_close_to_reference([out, lse], query, key, value, AttentionSpec(scale, mask, softcap))

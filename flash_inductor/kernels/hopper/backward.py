@@ -253,7 +253,7 @@ def backward_kernel(
         score_scale: scale / softcap with SOFTCAP, else scale * log2(e).  cap: softcap * log2(e).
         FIRST, SECOND: the head dim's columns as one or two powers of two (SECOND may be 0): 64 + 32 products of a tile
             of 128 columns cost less than 128, and leave registers for AHEAD.
-        RAGGED: kv_len isn't a multiple of BLOCK_N.
+        RAGGED: kv_len isn't a multiple of BLOCK_N, and no bound hides what is behind it.
     """
     dtype: gl.constexpr = q_desc.dtype
     pid = gl.program_id(0)

@@ -91,7 +91,7 @@ class Rows:
     factor: gl.tensor  # softcap, else scale, by log2(e): what makes exponents to base 2
     power: gl.tensor  # the power of two not below it, for rows whose scores reach ``limit``
     limit: gl.tensor
-    RAGGED: gl.constexpr  # the last block of keys isn't whole
+    RAGGED: gl.constexpr  # the last block of keys isn't whole, and no bound hides its end
     NARROW: gl.constexpr  # a block may be cut by both bounds
     SOFTCAP: gl.constexpr
     BOUNDED: gl.constexpr  # exponents are so small that no maximum has to be subtracted
