@@ -64,10 +64,16 @@ def compiled(kernel: Any) -> Compiled | None:
 
 def hooked() -> bool:
     """Whether a profiler wants to see Triton's launches."""
+    runtime = _runtime_knobs()
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+@lru_cache
+def _runtime_knobs() -> Any:
     from triton import knobs
 
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    return knobs.runtime
 
 
 @lru_cache

@@ -37,7 +37,7 @@ _NAMES = frozenset(EXTRAS)
 
 def take_extras(positional: Sequence[Tensor | None], keywords: dict[str, Any]) -> Extras:
     """The optional tensors of a call, whether they came by position or by name; removed from ``keywords``."""
-    if not any(x is not None for x in positional) and _NAMES.isdisjoint(keywords):
+    if (not positional or all(x is None for x in positional)) and _NAMES.isdisjoint(keywords):
         return NO_EXTRAS
     named = {name: keywords.pop(name) for name in EXTRAS if name in keywords}
     return Extras(**dict(zip(EXTRAS, positional, strict=False)), **named)

@@ -138,7 +138,7 @@ def forward(
     plan = _plan(
         batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, lower, upper, softcap is not None,
         softcap is not None and softcap * LOG2E <= _LARGEST_EXPONENT and query.dtype is torch.bfloat16,
-        _processors(query.device.index) if processors is None else processors, config,
+        processors_of(query.device.index) if processors is None else processors, config,
     )  # fmt: skip
     inner, factor = (0.0, scale * LOG2E) if softcap is None else (scale / softcap, softcap * LOG2E)
     describe = plan.describe
@@ -258,7 +258,8 @@ def _sees_nothing(q_len: int, kv_len: int, lower: int | None, upper: int | None)
 
 
 @lru_cache
-def _processors(device: int) -> int:
+def processors_of(device: int) -> int:
+    """Multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

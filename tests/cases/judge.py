@@ -130,7 +130,7 @@ def run_form_a(p, wrap, strict_eager):
         a, d = clone_args(args, diff)
         oc, gc = fwd_bwd(cand, a, d, gout, ctx)
         ae, d = clone_args(args, diff)
-        with contextlib.nullcontext() if p.get("strides") else by_formula():
+        with contextlib.nullcontext() if p.get("strides") or p.get("own_kernels") else by_formula():
             oe, ge = fwd_bwd(fn, ae, d, gout, ctx)
         own = p.get("ref_own_dtype")
         ar, d = clone_args(args, diff, None if own else torch.float64)
