@@ -6,6 +6,7 @@ Kernels by name: "gluon" (Hopper, kernels/hopper), "triton" (the templates and t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -17,7 +18,8 @@ Band = Literal["full", "causal", "window"]
 class Row(NamedTuple):
     """Problems for which ``kernels`` (fastest first) differ from the order of their architecture.
 
-    ``head_dim`` is the wider of both, rounded up to 64, 128 or 256; ``lengths`` are the first and last number of keys.
+    ``head_dim`` is the wider of both, rounded up to 64, 128 or 256; ``lengths`` are the first and last number of keys;
+    ``least_pairs`` of a query and a key, in all batch entries and heads, hidden ones included.
     """
 
     kind: Kind
@@ -26,8 +28,12 @@ class Row(NamedTuple):
     lengths: tuple[int, int]
     kernels: tuple[str, ...]
     softcap: bool = False
+    least_pairs: int = 0
 
 
+# With less to do, a GPU waits for its host, where a call of cuDNN takes 30 microseconds longer than one of ours: 1.3 to
+# 1.5 times stock's on an H200 (benchmarks/overhead.py).  As many pairs take about 0.05 ms.
+_BUSY = 1 << 26
 # By the first digit of the compute capability.  9 measured on an H200 (torch 2.11, cuDNN 9.19).  The others are what
 # SDPA takes there, so that nobody gets slower, and unmeasured.
 ORDER: dict[int, tuple[str, ...]] = {
@@ -37,29 +43,31 @@ ORDER: dict[int, tuple[str, ...]] = {
 }
 ROWS: dict[int, tuple[Row, ...]] = {
     9: (
-        Row("fwd", 128, "causal", (257, 767), ("cudnn", "gluon")),  # 334 TFLOP/s against 326 at 512
-        Row("fwd", 64, "full", (513, 2047), ("cudnn", "gluon")),  # 426 TFLOP/s against 415 at 1024
-        Row(
-            "fwd", 64, "causal", (513, 2047), ("cudnn", "gluon")
-        ),  # 333 at 1024, as much as 334; 432 against 448 at 4096
+        # 334 TFLOP/s against 326 at 512
+        Row("fwd", 128, "causal", (257, 767), ("cudnn", "gluon"), least_pairs=_BUSY),
+        # 426 against 415 at 1024
+        Row("fwd", 64, "full", (513, 2047), ("cudnn", "gluon"), least_pairs=_BUSY),
+        # 333 at 1024, as much as 334; 432 against 448 at 4096
+        Row("fwd", 64, "causal", (513, 2047), ("cudnn", "gluon"), least_pairs=_BUSY),
     ),
 }
 
 
-def order(architecture: int, kind: Kind, head_dim: int, band: Band, length: int, softcap: bool) -> tuple[str, ...]:
+def order(
+    architecture: int, kind: Kind, head_dim: int, band: Band, length: int, softcap: bool, pairs: float = math.inf
+) -> tuple[str, ...]:
     """Kernels, fastest first; "triton" is always among the last."""
-    first = first_row(ROWS.get(architecture, ()), kind, head_dim, band, length, softcap)
+    first = first_row(ROWS.get(architecture, ()), kind, head_dim, band, length, softcap, pairs)
     return (*first, *ORDER.get(architecture, ()), "triton")
 
 
 def first_row(
-    rows: Iterable[Row], kind: Kind, head_dim: int, band: Band, length: int, softcap: bool
+    rows: Iterable[Row], kind: Kind, head_dim: int, band: Band, length: int, softcap: bool, pairs: float = math.inf
 ) -> tuple[str, ...]:
     """The kernels of the first row that a problem falls under; () if there is none."""
     bucket = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     for row in rows:
-        if (row.kind, row.head_dim, row.band, row.softcap) == (kind, bucket, band, softcap) and (
-            row.lengths[0] <= length <= row.lengths[1]
-        ):
+        same = (row.kind, row.head_dim, row.band, row.softcap) == (kind, bucket, band, softcap)
+        if same and row.lengths[0] <= length <= row.lengths[1] and pairs >= row.least_pairs:
             return row.kernels
     return ()

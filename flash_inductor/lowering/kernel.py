@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,6 +97,7 @@ def _problem(
         keywords.get("softcap") is not None,
         grad_lse=grad_lse,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        pairs=math.prod(map(inductor.hint, (*query.get_size()[:3], kv_len))),
     )
 
 

@@ -26,9 +26,10 @@ _16_BIT = (torch.bfloat16, torch.float16)
 class Problem(NamedTuple):
     """All that the choice depends on, in plain numbers.
 
-    ``lengths`` (queries, keys) only rank kernels: what isn't known may be a guess.  ``band`` and ``square`` have to
-    hold: "full" that nothing is hidden, "causal" that only a right bound is left, square that this is SDPA's causal,
-    from the corner of as many keys as queries.  ``capability`` is major * 10 + minor.
+    ``lengths`` (queries, keys) and ``pairs`` (of a query and a key, in all batch entries and heads) only rank kernels:
+    what isn't known may be a guess.  ``band`` and ``square`` have to hold: "full" that nothing is hidden, "causal" that
+    only a right bound is left, square that this is SDPA's causal, from the corner of as many keys as queries.
+    ``capability`` is major * 10 + minor.
     """
 
     kind: Kind
@@ -44,6 +45,7 @@ class Problem(NamedTuple):
     extras: bool = False  # optional tensors or dropout
     grad_lse: bool = False
     deterministic: bool = False
+    pairs: float = math.inf
 
 
 def classify(mask: MaskSpec, q_len: Any, kv_len: Any, *, same_length: bool) -> tuple[Band, bool]:
@@ -113,7 +115,7 @@ def choose(p: Problem, forced: str = "auto", table: tuned.Table = tuned.NONE) ->
     """
     if 0 in p.lengths:
         return "triton"
-    features = (p.kind, max(p.head_dim, p.v_head_dim), p.band, p.lengths[1], p.softcap)
+    features = (p.kind, max(p.head_dim, p.v_head_dim), p.band, p.lengths[1], p.softcap, p.pairs)
     ranked = (*table.order(p.capability, *features), *order(p.capability // 10, *features))
     return next(kernel for kernel in (forced, *ranked) if kernel != "auto" and fits(kernel, p))
 
@@ -144,6 +146,7 @@ def of_site(
         spec.softcap is not None,
         bool(spec.extras),
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        pairs=math.prod(map(_guess, (*q_shape[:3], kv_len))),
     )
     how = get_config().kernel, tuned.current()
     return choose(problem, *how), choose(problem._replace(kind="bwd"), *how)

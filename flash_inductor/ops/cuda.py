@@ -102,6 +102,7 @@ def prepare(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any
         softcap is not None,
         grad_lse=kind == "bwd" and tensors[1] is not None,
         deterministic=deterministic,
+        pairs=math.prod((*query.shape[:3], kv_len)),
     )
     if kernel is not None:
         reason = choice.refusal(kernel, problem._replace(deterministic=False))

@@ -91,6 +91,7 @@ def test_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_table_of_this_package() -> None:
     assert choose(problem()) == "gluon"
     assert choose(problem(head_dim=64, v_head_dim=64, lengths=(1024, 1024))) == "cudnn"
+    assert choose(problem(head_dim=64, v_head_dim=64, lengths=(1024, 1024), pairs=1 << 25)) == "gluon"
     assert choose(problem(head_dim=64, v_head_dim=64)) == "gluon"
     assert choose(problem(head_dim=64, v_head_dim=64, softcap=True)) == "gluon"
     full = problem(band="full", square=False, lengths=(1024, 1024))
