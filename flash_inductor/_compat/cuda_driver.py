@@ -118,11 +118,11 @@ def encode_map(at: int, address: int, shape: Extents, strides: Extents, how: dic
     check(code, "cuTensorMapEncodeTiled")
 
 
-_empty_strided_cuda: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+def _empty_strided(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype, device="cuda")
 
 
-def empty_strided(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory on the current CUDA device, as Inductor's code gets it: in half of ``torch.empty_strided``'s time."""
-    if _empty_strided_cuda is None:
-        return torch.empty_strided(size, strides, dtype=dtype, device="cuda")
-    return _empty_strided_cuda(size, strides, dtype)
+empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided
+)
+"""Memory on the current CUDA device, as Inductor's code gets it: in half of ``torch.empty_strided``'s time."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from .._compat import cuda_driver
 from . import ahead
 
-_BLOCKS_KEPT = 4096  # of parameters, of 1 to 3 KB each
+_MAPS_KEPT = 512  # of each descriptor, 192 bytes each: models call with few different addresses
 
 
 class Launch(NamedTuple):
@@ -44,21 +44,23 @@ class Repeated:
     def __init__(self, plan: Callable[..., list[Launch]], device: int) -> None:
         self._plan, self._device = plan, device
         self._repeats: tuple[_Repeat, ...] | None = None
+        self._lock = threading.Lock()  # parameters are read when a launch is called, and rewritten for the next one
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the current device, which is that of the tensors, and stream."""
         if self._repeats and not cuda_driver.hooked():
             stream = ctypes.c_void_p(cuda_driver.raw_stream(self._device))
-            addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
-            for repeat in self._repeats:
-                repeat(stream, addresses)
+            addresses = [0 if x is None else x.data_ptr() for x in tensors]
+            with self._lock:
+                for repeat in self._repeats:
+                    repeat(stream, addresses, self._device)
             return
         # As many objects as places, though one tensor may be query and key at once.
         tensors = tuple([None if x is None else x.detach() for x in tensors])
         launches = self._plan(*tensors)
         compiled = [launch() for launch in launches]
         if self._repeats is None:
-            repeats = [_repeat(*pair, tensors, self._device) for pair in zip(launches, compiled, strict=True)]
+            repeats = [_repeat(*pair, tensors) for pair in zip(launches, compiled, strict=True)]
             self._repeats = tuple(x for x in repeats if x is not None) if all(repeats) else ()
 
 
@@ -69,69 +71,71 @@ class _Place(NamedTuple):
     offset: int
 
 
+class _Map:
+    """A descriptor among the parameters."""
+
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], how: dict[str, Any]) -> None:
+        self._fields = shape, strides, how
+        self._known: dict[int, tuple[int, Any]] = {}
+
+    def at(self, address: int) -> int:
+        """Where it lies in memory, for a tensor at ``address``: encoding it takes longer than finding it again."""
+        found = self._known.get(address)
+        if found is None:
+            if len(self._known) >= _MAPS_KEPT:
+                self._known.clear()
+            memory = ctypes.create_string_buffer(cuda_driver.MAP_BYTES + 64)
+            at = -(-ctypes.addressof(memory) // 64) * 64
+            cuda_driver.encode_map(at, address, *self._fields)
+            found = self._known[address] = at, memory
+        return found[0]
+
+
 class _Parameter(NamedTuple):
-    """``value``: its bytes, or for descriptors and pointers their place."""
+    """The bytes of a number, or of what has an address its place; with ``map``, a descriptor."""
 
     value: bytes | _Place
-    descriptor: tuple[Any, dict[str, Any]] | None = None  # and how it is encoded
+    map: _Map | None = None
 
 
 class _Repeat:
     """One launch without the addresses."""
 
-    def __init__(
-        self, compiled: cuda_driver.Compiled, blocks: int, parameters: Sequence[_Parameter], device: int
-    ) -> None:
+    def __init__(self, compiled: cuda_driver.Compiled, blocks: int, parameters: Sequence[_Parameter]) -> None:
         one = ctypes.c_uint(1)
-        self.parameters, self._device = parameters, device
-        self._launch = cuda_driver.driver().cuLaunchKernel
         self._head = (
             ctypes.c_void_p(compiled.function), ctypes.c_uint(blocks), one, one, ctypes.c_uint(compiled.threads), one,
             one, ctypes.c_uint(compiled.shared_memory),
         )  # fmt: skip
+        self._words = (ctypes.c_uint64 * len(parameters))()
+        first = ctypes.addressof(self._words)
+        self._pointers = (ctypes.c_void_p * len(parameters))(*range(first, first + 8 * len(parameters), 8))
+        self._addresses: list[tuple[int, _Place]] = []
+        self._maps: list[tuple[int, _Place, _Map]] = []
+        for i, (value, map) in enumerate(parameters):
+            if isinstance(value, bytes):
+                ctypes.memmove(first + 8 * i, value, len(value))
+            elif map is None:
+                self._addresses.append((i, value))
+            else:
+                self._maps.append((i, value, map))
 
-    def __call__(self, stream: ctypes.c_void_p, addresses: tuple[int, ...]) -> None:
-        pointers = _block(self, addresses).pointers
-        code = self._launch(*self._head, stream, pointers, None)
+    def __call__(self, stream: ctypes.c_void_p, addresses: Sequence[int], device: int) -> None:
+        words, pointers = self._words, self._pointers
+        for i, (tensor, offset) in self._addresses:
+            words[i] = addresses[tensor] + offset
+        for i, (tensor, offset), map in self._maps:
+            pointers[i] = map.at(addresses[tensor] + offset)
+        launch = cuda_driver.driver().cuLaunchKernel
+        code = launch(*self._head, stream, pointers, None)
         if code == cuda_driver.NO_CONTEXT:  # a thread that has done nothing on a GPU before
-            cuda_driver.enter_context(self._device)
-            code = self._launch(*self._head, stream, pointers, None)
+            cuda_driver.enter_context(device)
+            code = launch(*self._head, stream, pointers, None)
         if code:
             cuda_driver.check(code, "cuLaunchKernel")
 
 
-class _Block(NamedTuple):
-    """Parameters in memory, where they stay as they are: any thread may launch with them."""
-
-    pointers: Any  # the array of their addresses
-    memory: Any
-
-
-@lru_cache(maxsize=_BLOCKS_KEPT)
-def _block(repeat: _Repeat, addresses: tuple[int, ...]) -> _Block:
-    """Models call with few different sets of addresses, and the driver takes a microsecond for each descriptor."""
-    slots = [cuda_driver.MAP_BYTES if x.descriptor else 8 for x in repeat.parameters]
-    order = sorted(range(len(slots)), key=lambda i: -slots[i])  # descriptors first, where they are aligned
-    memory = ctypes.create_string_buffer(sum(slots) + 64)
-    at = -(-ctypes.addressof(memory) // 64) * 64
-    pointers = (ctypes.c_void_p * len(slots))()
-    for i in order:
-        value, descriptor = repeat.parameters[i]
-        if isinstance(value, _Place):
-            address = addresses[value.tensor] + value.offset
-            if descriptor is None:
-                ctypes.memmove(at, struct.pack("Q", address), 8)
-            else:
-                x, how = descriptor
-                cuda_driver.encode_map(at, address, x.shape, x.strides, how)
-        else:
-            ctypes.memmove(at, value, len(value))
-        pointers[i] = at
-        at += slots[i]
-    return _Block(pointers, memory)
-
-
-def _repeat(launch: Launch, kernel: Any, tensors: Sequence[Tensor | None], device: int) -> _Repeat | None:
+def _repeat(launch: Launch, kernel: Any, tensors: Sequence[Tensor | None]) -> _Repeat | None:
     """None if the launch is none that can be repeated."""
     compiled = cuda_driver.compiled(kernel)
     if compiled is None or cuda_driver.driver() is None or len(launch.grid) != 1:
@@ -148,7 +152,7 @@ def _repeat(launch: Launch, kernel: Any, tensors: Sequence[Tensor | None], devic
                 place = _place(tensor, tensors)
                 if place is None or next(sizes) != cuda_driver.MAP_BYTES:
                     return None
-                parameters.append(_Parameter(place, (_Extents(tuple(x.shape), tuple(x.strides)), next(maps))))
+                parameters.append(_Parameter(place, _Map(tuple(x.shape), tuple(x.strides), next(maps))))
                 for number in (*x.shape, *x.strides):  # Triton passes them once more
                     parameters.append(_Parameter(struct.pack({4: "i", 8: "q"}[next(sizes)], number)))
             elif isinstance(x, Tensor):
@@ -165,12 +169,7 @@ def _repeat(launch: Launch, kernel: Any, tensors: Sequence[Tensor | None], devic
     if next(maps, None) is not None or any(size != 8 for size in rest):
         return None
     parameters += [_Parameter(bytes(8))] * len(rest)
-    return _Repeat(compiled, launch.grid[0], parameters, device)
-
-
-class _Extents(NamedTuple):
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    return _Repeat(compiled, launch.grid[0], parameters)
 
 
 def _place(x: Tensor, tensors: Sequence[Tensor | None]) -> _Place | None:

@@ -159,20 +159,18 @@ def _register(
     """
     calls = {kind: _Calls(kind, prepare) for kind in _CHECKS}
 
-    def run(
-        kind: Kind, given: tuple[Tensor | None, ...], tensors: tuple[Tensor | None, ...], options: dict[str, Any]
-    ) -> tuple[Any, Extras]:
-        extras = take_extras(tensors, options)
+    def run(kind: Kind, given: tuple[Tensor | None, ...], extras: Extras, options: dict[str, Any]) -> Any:
         if extras is NO_EXTRAS:
-            return calls[kind](given, options)(*given), extras
+            return calls[kind](given, options)(*given)
         options = _complete(kind, options)
         _CHECKS[kind](*given, extras=extras, **options)
-        return prepare(kind, given, {**options, **extras.given()})(*given), extras
+        return prepare(kind, given, {**options, **extras.given()})(*given)
 
     def forward(
         query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        return run("fwd", (query, key, value), tensors, options)[0]
+        result: tuple[Tensor, Tensor] = run("fwd", (query, key, value), take_extras(tensors, options), options)
+        return result
 
     def backward(
         grad_out: Tensor,
@@ -187,7 +185,8 @@ def _register(
         **options: Any,
     ) -> tuple[Tensor, ...]:
         options["grad_mask"] = tuple(grad_mask)
-        grads, extras = run("bwd", (grad_out, grad_lse, query, key, value, out, lse), tensors, options)
+        extras = take_extras(tensors, options)
+        grads = run("bwd", (grad_out, grad_lse, query, key, value, out, lse), extras, options)
         if extras.sinks is not None and grad_mask[4]:
             return (*grads, grad_sinks(grad_out, grad_lse, out, lse, extras.sinks))
         return (*grads, query.new_empty((0,)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from flash_inductor._compat import cuda_driver
 from flash_inductor.ops import hopper, hopper_backward
 from flash_inductor.ops.hopper_problem import scratch_size
-from flash_inductor.ops.launch import Launch, Repeated, _block
+from flash_inductor.ops.launch import _MAPS_KEPT, Launch, Repeated, _Map
 from flash_inductor.spec import MaskSpec
 
 from .pretend import compile_for_hopper
@@ -32,9 +32,17 @@ class _Function:
         return self.results.pop(0) if self.results else 0
 
 
+class _Launch(_Function):
+    """cuLaunchKernel: reads the parameters when it is called, as the driver does."""
+
+    def __call__(self, *args: Any) -> int:
+        read = [(at, ctypes.string_at(at, 8)) for at in args[9]]
+        return super().__call__(*args[:9], read, *args[10:])
+
+
 class _Driver:
-    def __init__(self, results: tuple[int, ...] = ()) -> None:
-        self.cuLaunchKernel = _Function(results)
+    def __init__(self) -> None:
+        self.cuLaunchKernel = _Launch()
         self.cuTensorMapEncodeTiled = _Function()
         self.cuDeviceGet, self.cuDevicePrimaryCtxRetain, self.cuCtxSetCurrent = (_Function() for _ in range(3))
 
@@ -47,9 +55,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Driver]:
     fake = _Driver()
     monkeypatch.setattr(cuda_driver, "driver", lambda: fake)
     monkeypatch.setattr(cuda_driver, "raw_stream", lambda device: 40 + device)
-    _block.cache_clear()
     yield fake
-    _block.cache_clear()
 
 
 class _Metadata:
@@ -87,7 +93,7 @@ def _repeated(kernel: _Kernel, device: int = 2) -> Repeated:
 
 def _bytes(call: tuple[Any, ...], sizes: list[int]) -> list[bytes]:
     """What a call of cuLaunchKernel passes."""
-    return [ctypes.string_at(at, size) for at, size in zip(call[9], sizes, strict=True)]
+    return [content[:size] for (_, content), size in zip(call[9], sizes, strict=True)]
 
 
 def test_the_second_time_goes_past_triton(driver: _Driver) -> None:
@@ -113,6 +119,15 @@ def test_one_tensor_in_two_places_is_two_arguments(driver: _Driver) -> None:
     call(x, y)
     (made,) = driver.cuLaunchKernel.calls
     assert _bytes(made, [8, 8, 4, 4, 8, 8])[:2] == [struct.pack("Q", t.data_ptr()) for t in (x, y)]
+
+
+def test_descriptors_are_encoded_once_for_each_address(driver: _Driver) -> None:
+    how = {"elem_size": 2, "elem_type": 10, "block_size": [64, 64], "swizzle": 3}
+    described = _Map((100, 64), (64, 1), how)
+    first, second = described.at(1 << 20), described.at(1 << 21)
+    assert first != second and described.at(1 << 20) == first and len(driver.cuTensorMapEncodeTiled.calls) == 2
+    places = {described.at(i << 12) for i in range(1, 2 * _MAPS_KEPT)}
+    assert len(described._known) <= _MAPS_KEPT and all(at % 64 == 0 for at in places)
 
 
 def test_parts_of_the_last_tensor(driver: _Driver) -> None:
@@ -218,7 +233,7 @@ def test_the_parameters_of_every_hopper_kernel(
         for x in expected.args:
             if x is None:
                 continue
-            at = next(addresses)
+            at, content = next(addresses)
             if hasattr(x, "base"):
                 # (where, element type, rank, address, sizes, strides in bytes, box, ...), the innermost first
                 where, _, rank, address, sizes, strides, box = next(maps)[:7]
@@ -228,12 +243,12 @@ def test_the_parameters_of_every_hopper_kernel(
                 assert [*strides][:-1] == [x.base.element_size() * s for s in reversed(x.strides[:-1])]
                 assert [*box][1:] == [*reversed(x.block_shape[:-1])]
                 for number, form in (*((n, "i") for n in x.shape), *((n, "q") for n in x.strides)):
-                    assert struct.unpack(form, ctypes.string_at(next(addresses), struct.calcsize(form))) == (number,)
+                    assert struct.unpack(form, next(addresses)[1][: struct.calcsize(form)]) == (number,)
             elif isinstance(x, Tensor):
-                assert struct.unpack("Q", ctypes.string_at(at, 8)) == (x.data_ptr(),)
+                assert struct.unpack("Q", content) == (x.data_ptr(),)
             elif isinstance(x, int):
-                assert struct.unpack("i", ctypes.string_at(at, 4)) == (x,)
+                assert struct.unpack("i", content[:4]) == (x,)
             else:
-                assert struct.unpack("f", ctypes.string_at(at, 4)) == pytest.approx((x,))
-        assert [ctypes.string_at(at, 8) for at in addresses] == [bytes(8)] * 2
+                assert struct.unpack("f", content[:4]) == pytest.approx((x,))
+        assert [content for _, content in addresses] == [bytes(8)] * 2
     assert next(maps, None) is None
