@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -62,9 +63,23 @@ def call_of_kernel(
         return None
     if name == "gluon":
         _compile_ahead(kind, args, keywords)
-    results = call_op(*args, **{**keywords, "kernel_name": name})
-    inductor.call_directly(results, f"torch.ops.flashbwd.{'attn' if kind == 'fwd' else 'attn_backward'}.on_cuda")
+    keywords = {**keywords, "kernel_name": name}
+    results = call_op(*args, **keywords)
+    function = f"torch.ops.flashbwd.{'attn' if kind == 'fwd' else 'attn_backward'}"
+    site = _site_name(args, keywords)
+    inductor.call_directly(results, f"{function}.on_cuda" if site is None else f"{function}.at_site('{site}')")
     return results
+
+
+def _site_name(args: Sequence[IRNode | None], keywords: dict[str, Any]) -> str | None:
+    """The same for calls that are of one kind, whatever the graph; None if a size isn't known before the call."""
+    words = [repr(sorted(keywords.items()))]
+    for x in args:
+        numbers = [] if x is None else [inductor.static_int(n) for n in (*x.get_size(), *x.get_stride())]
+        if None in numbers:
+            return None
+        words.append("None" if x is None else f"{numbers} {x.get_dtype()} {x.get_device()}")
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
 
 
 def _compile_ahead(kind: Kind, args: Sequence[IRNode | None], keywords: dict[str, Any]) -> None:

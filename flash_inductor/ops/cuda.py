@@ -226,15 +226,15 @@ def _backward(
     ) -> tuple[Tensor, ...]:
         if (grad_out.data_ptr() | query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr()) & 15:
             return triton(grad_out, grad_lse, query, key, value, out, lse)
-        lse = lse.contiguous()
         with on_device(query):
             if kernel == "gluon":
                 grads = [empty_strided(*output, dtype) for output in outputs]
+                lse = lse.contiguous()
                 grad_lse = None if grad_lse is None else grad_lse.contiguous()
                 memory = empty_strided(scratch, (1,), torch.float32)
                 launch(grad_out, grad_lse, query, key, value, out, lse, *grads, memory)
             else:
-                given: Any = launch(grad_out, query, key, value, out, lse)
+                given: Any = launch(grad_out, query, key, value, out, lse.contiguous())
                 grads = list(map(_laid_out, given, (query, key, value), strides))
             nothing = empty_strided((0,), (1,), dtype)
         # All are computed together: what isn't wanted was scratch.

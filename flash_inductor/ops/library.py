@@ -10,7 +10,7 @@ What they compute is written down in :mod:`flash_inductor.reference`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -105,6 +105,12 @@ def _attn_backward_fake(
     )
 
 
+def _settings() -> tuple[Any, ...]:
+    """What the choice of a kernel depends on, besides the call."""
+    config = get_config()
+    return config.kernel, config.table, torch.are_deterministic_algorithms_enabled()
+
+
 class _Calls:
     """What computes calls without optional tensors, by all that it depends on but the tensors' contents and places.
 
@@ -120,13 +126,10 @@ class _Calls:
 
     def __call__(self, tensors: Sequence[Tensor | None], options: dict[str, Any]) -> Callable[..., Any]:
         """``options`` with lists as tuples.  Raises what the checks raise."""
-        config = get_config()
         signature = (
             *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
             *options.items(),
-            config.kernel,
-            config.table,
-            torch.are_deterministic_algorithms_enabled(),
+            *_settings(),
         )
         call = self.known.get(signature)
         if call is None:
@@ -139,6 +142,27 @@ class _Calls:
         return call
 
 
+class Site:
+    """A call in generated code, whose tensors have the same shapes, strides, dtypes and device each time.
+
+    Called like the op, without optional tensors; another time it asks for nothing but the settings.
+    """
+
+    def __init__(self, calls: _Calls) -> None:
+        self._calls = calls
+        self._known: tuple[Any, Callable[..., Any]] | None = None
+
+    def __call__(self, *tensors: Tensor | None, **options: Any) -> Any:
+        settings = _settings()
+        known = self._known
+        if known is None or known[0] != settings:
+            if "grad_mask" in options:
+                options["grad_mask"] = tuple(options["grad_mask"])
+            known = self._known = settings, self._calls(tensors, options)
+        results = known[1](*tensors)
+        return (*results, results[3]) if self._calls.kind == "bwd" else results  # no gradient of sinks either
+
+
 _CHECKS: dict[Kind, Callable[..., None]] = {"fwd": validate.check_forward, "bwd": validate.check_backward}
 
 
@@ -149,10 +173,10 @@ def _complete(kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
 
 def _register(
     device_key: str, prepare: Callable[..., Callable[..., Any]]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+) -> tuple[tuple[Callable[..., Any], Callable[[str], Site]], ...]:
     """Register both ops for a device; ``prepare(kind, tensors, options)`` gives what computes a checked call.
 
-    Returns what it registers.
+    Returns, for each op, what it registers, and the call sites of generated code by name.
 
     It gets the optional tensors that are given among the options.  A backward returns the gradients of query, key,
     value and bias; that of the sinks is the same on every device.
@@ -193,7 +217,12 @@ def _register(
 
     LIB.impl("attn", forward, device_key)
     LIB.impl("attn_backward", backward, device_key)
-    return forward, backward
+    sites: dict[Kind, Callable[[str], Site]] = {kind: lru_cache(None)(partial(_site, calls[kind])) for kind in calls}
+    return (forward, sites["fwd"]), (backward, sites["bwd"])
+
+
+def _site(calls: _Calls, name: str) -> Site:
+    return Site(calls)
 
 
 def _prepare_cpu(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any]) -> Callable[..., Any]:
@@ -210,5 +239,6 @@ def _prepare_cuda(kind: Kind, tensors: Sequence[Tensor | None], options: dict[st
 _register("CPU", _prepare_cpu)
 # What compiled code calls instead of the ops: the dispatcher takes about as long as all the rest before a launch, and
 # has nothing to do there, where no input is differentiated, cast or mapped.
-for _op, _on_cuda in zip((attn, attn_backward), _register("CUDA", _prepare_cuda), strict=True):
+for _op, (_on_cuda, _at_site) in zip((attn, attn_backward), _register("CUDA", _prepare_cuda), strict=True):
     setattr(_op.overloadpacket, "on_cuda", _on_cuda)  # noqa: B010 - a plain assignment is unknown to the type
+    setattr(_op.overloadpacket, "at_site", _at_site)  # noqa: B010

@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_inductor import config
 from flash_inductor._compat import inductor
 from flash_inductor.lowering import measure
-from flash_inductor.ops import choice
+from flash_inductor.ops import choice, library
 
 attn = torch.ops.flashbwd.attn
 BF16 = torch.bfloat16
@@ -52,7 +52,9 @@ def kernels(lowered: Lowered) -> list[str]:
     """What each graph's node runs as: the kernel named in the call, "op" for a call without one, or "templates"."""
     found = []
     for code in lowered.codes:
-        call = re.search(r"= torch\.ops\.flashbwd\.attn(?:_backward)?\.(?:on_cuda|default)\((.*)\)", code)
+        call = re.search(
+            r"= torch\.ops\.flashbwd\.attn(?:_backward)?\.(?:on_cuda|default|at_site\('\w+'\))\((.*)\)", code
+        )
         name = re.search(r"kernel_name='(\w+)'", call.group(1)) if call else None
         assert ("triton_tem" in code) != bool(call)
         found.append(name.group(1) if name else "op" if call else "templates")
@@ -165,13 +167,24 @@ def test_computed_inputs_keep_the_traced_layout() -> None:
 
     lowered = lower(block, [torch.randn(2, 256, 128, dtype=BF16)])
     assert kernels(lowered) == ["gluon"]
-    after = lowered.text.split("= torch.ops.flashbwd.attn.on_cuda(")[-1]
+    after = lowered.text.split("= torch.ops.flashbwd.attn.at_site(")[-1]
     assert "triton_" not in after.partition("return")[0]
     assert "(2, 2, 256, 64), (32768, 64, 128, 1)" in after
 
 
 def test_without_the_dispatcher() -> None:
-    lowered = lower(causal, qkv(q_len=1024, dim=128, dtype=BF16))
+    """Where sizes are known, generated code calls a site that knows its kernel; else what finds out each time."""
+    inputs = qkv(q_len=1024, dim=128, dtype=BF16)
+    lowered = lower(causal, inputs)
+    found = [re.findall(r"= (torch\.ops\.flashbwd\.\w+\.at_site\('\w{16}'\))\(", code) for code in lowered.codes]
+    assert [len(names) for names in found] == [1, 1]
+    sites = [eval(names[0], {"torch": torch}) for names in found]
+    assert all(isinstance(site, library.Site) for site in sites) and sites[0] is eval(found[0][0], {"torch": torch})
+    other = lower(causal, qkv(q_len=1152, dim=128, dtype=BF16))
+    assert found[0][0] in lower(causal, inputs).codes[0] and found[0][0] not in other.codes[0]
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, 2)
+    lowered = lower(causal, inputs)
     assert "= torch.ops.flashbwd.attn.on_cuda(" in lowered.codes[0]
     assert "= torch.ops.flashbwd.attn_backward.on_cuda(" in lowered.codes[1]
     assert callable(torch.ops.flashbwd.attn.on_cuda) and callable(torch.ops.flashbwd.attn_backward.on_cuda)
