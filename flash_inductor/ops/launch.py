@@ -92,10 +92,10 @@ class _Map:
 
 
 class _Parameter(NamedTuple):
-    """The bytes of a number, or of what has an address its place; with ``map``, a descriptor."""
+    """The bytes of a number, or of what has an address its place."""
 
     value: bytes | _Place
-    map: _Map | None = None
+    descriptor: _Map | None = None
 
 
 class _Repeat:
@@ -112,20 +112,20 @@ class _Repeat:
         self._pointers = (ctypes.c_void_p * len(parameters))(*range(first, first + 8 * len(parameters), 8))
         self._addresses: list[tuple[int, _Place]] = []
         self._maps: list[tuple[int, _Place, _Map]] = []
-        for i, (value, map) in enumerate(parameters):
+        for i, (value, descriptor) in enumerate(parameters):
             if isinstance(value, bytes):
                 ctypes.memmove(first + 8 * i, value, len(value))
-            elif map is None:
+            elif descriptor is None:
                 self._addresses.append((i, value))
             else:
-                self._maps.append((i, value, map))
+                self._maps.append((i, value, descriptor))
 
     def __call__(self, stream: ctypes.c_void_p, addresses: Sequence[int], device: int) -> None:
         words, pointers = self._words, self._pointers
         for i, (tensor, offset) in self._addresses:
             words[i] = addresses[tensor] + offset
-        for i, (tensor, offset), map in self._maps:
-            pointers[i] = map.at(addresses[tensor] + offset)
+        for i, (tensor, offset), descriptor in self._maps:
+            pointers[i] = descriptor.at(addresses[tensor] + offset)
         launch = cuda_driver.driver().cuLaunchKernel
         code = launch(*self._head, stream, pointers, None)
         if code == cuda_driver.NO_CONTEXT:  # a thread that has done nothing on a GPU before
