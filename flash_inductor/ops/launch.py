@@ -72,23 +72,23 @@ class _Place(NamedTuple):
 
 
 class _Map:
-    """A descriptor among the parameters."""
+    """A descriptor among the parameters; ``known`` says where it lies in memory for tensors at these addresses."""
 
     def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], how: dict[str, Any]) -> None:
         self._fields = shape, strides, how
-        self._known: dict[int, tuple[int, Any]] = {}
+        self.known: dict[int, int] = {}
+        self._memory: list[Any] = []
 
-    def at(self, address: int) -> int:
-        """Where it lies in memory, for a tensor at ``address``: encoding it takes longer than finding it again."""
-        found = self._known.get(address)
-        if found is None:
-            if len(self._known) >= _MAPS_KEPT:
-                self._known.clear()
-            memory = ctypes.create_string_buffer(cuda_driver.MAP_BYTES + 64)
-            at = -(-ctypes.addressof(memory) // 64) * 64
-            cuda_driver.encode_map(at, address, *self._fields)
-            found = self._known[address] = at, memory
-        return found[0]
+    def encode(self, address: int) -> int:
+        """Where it lies from now on; that takes longer than finding it again."""
+        if len(self.known) >= _MAPS_KEPT:
+            self.known.clear()
+            self._memory.clear()
+        self._memory.append(ctypes.create_string_buffer(cuda_driver.MAP_BYTES + 64))
+        at = -(-ctypes.addressof(self._memory[-1]) // 64) * 64
+        cuda_driver.encode_map(at, address, *self._fields)
+        self.known[address] = at
+        return at
 
 
 class _Parameter(NamedTuple):
@@ -125,7 +125,8 @@ class _Repeat:
         for i, (tensor, offset) in self._addresses:
             words[i] = addresses[tensor] + offset
         for i, (tensor, offset), descriptor in self._maps:
-            pointers[i] = descriptor.at(addresses[tensor] + offset)
+            address = addresses[tensor] + offset
+            pointers[i] = descriptor.known.get(address) or descriptor.encode(address)
         launch = cuda_driver.driver().cuLaunchKernel
         code = launch(*self._head, stream, pointers, None)
         if code == cuda_driver.NO_CONTEXT:  # a thread that has done nothing on a GPU before
