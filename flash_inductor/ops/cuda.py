@@ -20,7 +20,7 @@ from ..config import get_config
 from ..kernels.choices import Kind
 from ..spec import MaskSpec
 from ..support import effective_mask
-from . import ahead, aten, choice, triton_kernels, tuned
+from . import aten, choice, triton_kernels, tuned
 from .launch import Repeated
 from .layout import dense_strides, empty_like_layout, has_wide_rows
 from .triton_kernels import on_device
@@ -127,34 +127,6 @@ def prepare(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any
             return triton
         call = _backward(kernel, triton, (query, key, value), wanted, {**numbers, "deterministic": deterministic})
     return _or(call, triton, problem, kernel) if kernel in ("cudnn", "gluon") else call
-
-
-def compile_ahead(kind: Kind, tensors: Sequence[Tensor | None], device: int, options: dict[str, Any]) -> None:
-    """Begin to compile what Gluon launches for a call: ``tensors`` are like its tensors, on the meta device."""
-    from . import hopper, hopper_backward
-
-    query, key, value = tensors[:3] if kind == "fwd" else tensors[2:5]
-    assert query is not None and key is not None and value is not None
-    mask = MaskSpec.from_window(*(options.get(name, default) for name, default in _BAND.items()))
-    scale = options.get("scale")
-    numbers: dict[str, Any] = {
-        "scale": 1.0 / math.sqrt(query.shape[3]) if scale is None else scale,
-        "mask": effective_mask(mask, query.shape[2], key.shape[2]),
-        "softcap": options.get("softcap"),
-    }
-    if kind == "fwd":
-        out = empty_like_layout(query, (*query.shape[:3], value.shape[3]))
-        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        counter = query.new_empty(1, dtype=torch.int32)
-        processors = hopper.processors_of(device)
-        launches = hopper.forward(query, key, value, out, lse, counter, **numbers, processors=processors)
-    else:
-        given: Any = tensors
-        grads = [empty_like_layout(x, x.shape) for x in (query, key, value)]
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        launches = hopper_backward.backward(*given, *grads, **numbers, deterministic=deterministic)
-    for launch in launches:
-        ahead.begin(*launch, device)
 
 
 def _forward(
