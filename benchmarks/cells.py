@@ -28,6 +28,7 @@ os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # first-step t
 
 import torch
 import transformers
+from kinds import gpu_ms
 
 import flash_inductor
 from flash_inductor.bench.errors import in_one_line
@@ -55,6 +56,7 @@ class Cell:
     loss_difference: float | None = None  # relative to the first stock implementation that ran
     gradient_difference: float | None = None
     within_rounding: bool | None = None
+    gpu_ms: dict[str, float] = field(default_factory=dict)  # a step's, by what it is spent on, with --profile
     error: str | None = None
 
 
@@ -115,6 +117,8 @@ def measure_steps(
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             cell.step_ms = statistics.median(time_step(bare_step, cuda) for _ in range(args.repeat))
+            if args.profile:
+                cell.gpu_ms = gpu_ms(bare_step)
     if cuda:
         cell.peak_gib = torch.cuda.max_memory_allocated() / 2**30
     cell.replaced = sum(site.replaced for site in sites)
@@ -181,7 +185,7 @@ def _passed_on(args: argparse.Namespace) -> list[str]:
     given: list[str] = []
     for name in ("device", "repeat", "warmup", "loss_steps", "learning_rate", "seed"):
         given += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    given += [f"--{name.replace('_', '-')}" for name in ("tiny", "no_dropout") if getattr(args, name, False)]
+    given += [f"--{name.replace('_', '-')}" for name in ("tiny", "no_dropout", "profile") if getattr(args, name, False)]
     return given
 
 
@@ -233,6 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--learning-rate", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--side-by-side", action="store_true", help="compile the cells of a model at the same time")
+    parser.add_argument("--profile", action="store_true", help="GPU time of attention, products and the rest")
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write everything there as JSON")
 
@@ -244,6 +249,8 @@ def finish_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace, 
         setattr(args, option, values)
         if unknown := [v for v in values if v not in names]:
             parser.error(f"--{option}: expected some of {', '.join(names)}, got {', '.join(unknown)}")
+    if args.profile and args.device != "cuda":
+        parser.error("--profile: expected --device cuda, whose kernels are timed")
     args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
 
 
@@ -288,6 +295,9 @@ def run(
     print("\n" + "{:12} {:15} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}".format(*HEADER))
     print("\n".join(row(cell) for cell in cells))
     for cell in cells:
+        if cell.gpu_ms:
+            parts = ", ".join(f"{kind} {ms:.2f}" for kind, ms in sorted(cell.gpu_ms.items()))
+            print(f"{cell.family} {cell.impl} GPU ms a step: {parts}")
         if cell.impl.startswith("ours-") and cell.left_alone:
             print(f"{cell.family} {cell.impl} left alone: {'; '.join(sorted(set(cell.left_alone)))}")
     return 0

@@ -80,6 +80,32 @@ def test_comparison_sees_wrong_losses_and_gradients(e2e: ModuleType) -> None:
     assert [c.within_rounding for c in cells] == [True, True, True, False, False, False]
 
 
+def test_gpu_time_by_kind(e2e: ModuleType) -> None:
+    kinds = importlib.import_module("kinds")
+    expected = {
+        "attention": [
+            "forward_kernel", "backward_wide_kernel", "triton_tem_fused_flashbwd_forward_0",
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>",
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "triton_tem_fused_flex_attention_1",
+        ],
+        "products": ["nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "ampere_bf16_s16816gemm", "triton_tem_fused_mm_3"],
+        "fused": ["triton_poi_fused__scaled_dot_product_flash_attention_2", "triton_per_fused_add_rsqrt_0"],
+        "other": ["Memset (Device)", "void at::native::reduce_kernel<128, 4>"],
+    }  # fmt: skip
+    for kind, names in expected.items():
+        assert [kinds.kind_of(name) for name in names] == [kind] * len(names)
+    assert kinds.sums([("forward_kernel", 3000.0), ("Memset (Device)", 6.0), ("finish_kernel", 600.0)], 3) == {
+        "attention": pytest.approx(1.2),
+        "other": pytest.approx(0.002),
+    }
+
+
+def test_profile_needs_a_gpu(e2e: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(e2e, tmp_path, "--families", "llama3-8b", "--profile")
+    assert "--profile: expected --device cuda" in capsys.readouterr().err
+
+
 def test_failing_cell_leaves_the_others(e2e: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = run(e2e, tmp_path, "--families", "llama3-8b", "--impls", "flex_attention,sdpa")
     assert "backward on CPU" in cells["llama3-8b", "flex_attention"]["error"]
