@@ -88,7 +88,7 @@ def test_gpu_time_by_kind(e2e: ModuleType) -> None:
             "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>",
             "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "triton_tem_fused_flex_attention_1",
         ],
-        "products": ["nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "ampere_bf16_s16816gemm", "triton_tem_fused_mm_3"],
+        "products": ["nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "sm80_bf16_gemm", "triton_tem_fused_mm_3"],
         "fused": ["triton_poi_fused__scaled_dot_product_flash_attention_2", "triton_per_fused_add_rsqrt_0"],
         "other": ["Memset (Device)", "void at::native::reduce_kernel<128, 4>"],
     }  # fmt: skip

@@ -201,8 +201,8 @@ def _backward(
         with on_device(query):
             if kernel == "gluon":
                 grads = [empty_strided(*output, dtype) for output in outputs]
-                lse = lse.contiguous()
-                grad_lse = None if grad_lse is None else grad_lse.contiguous()
+                lse = _in_lines(lse)
+                grad_lse = None if grad_lse is None else _in_lines(grad_lse)
                 memory = empty_strided(scratch, (1,), torch.float32)
                 launch(grad_out, grad_lse, query, key, value, out, lse, *grads, memory)
             else:
@@ -246,6 +246,12 @@ def _or(
 
 def _bound(function: Callable[..., Any], numbers: dict[str, Any]) -> Callable[..., Any]:
     return partial(function, **numbers)
+
+
+def _in_lines(x: Tensor) -> Tensor:
+    """x, or a copy that is contiguous and starts where 16 bytes may be loaded at once, as kernels are compiled."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() & 15 else x
 
 
 def _cannot(kernel: str, reason: str) -> str:

@@ -105,6 +105,18 @@ def test_layouts_and_grouped_heads(kernel: str, layout: str) -> None:
     run_pair(kernel, backward_beside(kernel), inputs, {"is_causal": True})
 
 
+def test_lse_that_is_not_aligned() -> None:
+    """The second call of its kind, when the first one's kernels may load 16 bytes at once."""
+    inputs = make_inputs("bnhd", q_len=200, head_dim=64, dtype=torch.bfloat16, device="cuda")
+    out, lse = attn(*inputs, is_causal=True)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    expected = attn_backward(grad_out, grad_lse, *inputs, out, lse, is_causal=True)[:3]
+    shifted = [torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in (grad_lse, lse)]
+    assert all(x.data_ptr() % 16 for x in shifted)
+    found = attn_backward(grad_out, shifted[0], *inputs, out, shifted[1], is_causal=True)[:3]
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gradients_of_any_layout(kernel: str) -> None:
     """One after the other, because torch's cuDNN backward reuses plans of gradients and outputs that lay otherwise."""
