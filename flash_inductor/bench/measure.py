@@ -34,6 +34,7 @@ class Prepared:
         attention = impls.IMPLEMENTATIONS[name](case, device)
         query, key, value, grad_out = tensors
         inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        self.out: Tensor
         self.forward: Callable[[], Tensor] = lambda: attention(*inputs)
         self.backward = lambda: torch.autograd.grad(self.out, inputs, grad_out, retain_graph=True)
         for _ in range(2):  # a first call compiles, and may go another way than those that are timed
