@@ -25,7 +25,12 @@ _L2_PROMOTION_128B = 2
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 MAP_BYTES = 128  # sizeof(CUtensorMap), which has to lie at a multiple of 64
 
-raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+
+def _raw_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
 """The current stream of a device as the driver's handle."""
 
 
