@@ -186,7 +186,7 @@ def _plan(
     # A bound that hides nothing is none.
     lower = None if lower is None or lower <= 1 - q_len else lower
     upper = None if upper is None or upper >= kv_len - 1 else upper
-    width, v_width = _tile(head_dim), _tile(v_head_dim)
+    width, v_width = tile_columns(head_dim), tile_columns(v_head_dim)
     c = config or _config(width, v_width, kv_len, _kind(lower, upper))
     group = heads // kv_heads
     blocks_m = -(-q_len // (64 * c.warpgroups))
@@ -199,8 +199,7 @@ def _plan(
     constants = {
         "HAS_LOWER": lower is not None,
         "HAS_UPPER": upper is not None,
-        # Keys behind the last one are hidden from every row by an upper bound that ends before them: one kernel less.
-        "RAGGED": kv_len % c.block_n != 0 and (upper is None or q_len + upper > kv_len),
+        "RAGGED": is_ragged(q_len, kv_len, upper, c.block_n),
         "NARROW": lower is not None and upper is not None and upper - lower < c.block_n + 62,
         "SOFTCAP": has_softcap,
         "BOUNDED": bounded,
@@ -236,7 +235,15 @@ def _config(width: int, v_width: int, kv_len: int, kind: str) -> Config:
     return replace(c, out_in_query=True) if width == v_width == 256 else c
 
 
-def _tile(dim: int) -> int:
+def is_ragged(q_len: int, kv_len: int, upper: int | None, block: int) -> bool:
+    """Whether keys have to be told from what is behind the last one, in a block that it doesn't fill.
+
+    An upper bound that ends before them hides those from every row: one kernel less.
+    """
+    return kv_len % block != 0 and (upper is None or q_len + upper > kv_len)
+
+
+def tile_columns(dim: int) -> int:
     """Columns of the shared memory tile that holds a head dim."""
     return 64 if dim <= 64 else 128 if dim <= 128 else 256
 

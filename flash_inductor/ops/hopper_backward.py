@@ -10,8 +10,9 @@ from torch import Tensor
 from ..kernels.hopper.backward import backward_kernel
 from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
 from ..spec import MaskSpec
+from .hopper import is_ragged, tile_columns
 from .hopper_backward_wide import wide_launches
-from .hopper_problem import Problem, cdiv, finish, heads_at_once, is_ragged, numbers, prepare, trim
+from .hopper_problem import Problem, cdiv, finish, heads_at_once, numbers, prepare, trim
 from .launch import Launch
 
 _QUERIES, _KEYS = 64, 128  # of a step and of a block of threads, for head dims up to 128
@@ -93,7 +94,7 @@ def _launches(problem: Problem, config: BackwardConfig | None) -> list[Launch]:
     batch, heads, q_len, head_dim = problem.query.shape
     kv_heads, kv_len, v_head_dim = problem.value.shape[1:]
     c, constants = _main(
-        max(head_dim, v_head_dim), lower is not None, upper is not None, is_ragged(problem, _KEYS),
+        max(head_dim, v_head_dim), lower is not None, upper is not None, is_ragged(q_len, kv_len, upper, _KEYS),
         softcap is not None, problem.deterministic, config,
     )  # fmt: skip
     dim = constants["DIM"]
@@ -130,7 +131,7 @@ def _main(
     constants = {
         "HAS_LOWER": has_lower, "HAS_UPPER": has_upper, "RAGGED": ragged, "SOFTCAP": has_softcap,
         "DETERMINISTIC": deterministic, "BLOCK_M": _QUERIES, "BLOCK_N": _KEYS,
-        "DIM": 64 if width <= 64 else 128, "FIRST": first_part, "SECOND": second_part, "STAGES": c.stages,
+        "DIM": tile_columns(width), "FIRST": first_part, "SECOND": second_part, "STAGES": c.stages,
         "DS_BUFFERS": c.ds_buffers, "AHEAD": c.ahead, "MAIN_REGISTERS": c.main_registers,
         "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
     }  # fmt: skip

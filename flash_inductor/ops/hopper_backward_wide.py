@@ -7,8 +7,8 @@ from typing import Any
 
 from ..kernels.hopper.backward_wide import backward_wide_kernel
 from ..kernels.hopper.device import flat_descriptor, row_descriptor, tile_descriptor
-from .hopper import split
-from .hopper_problem import Problem, cdiv, finish, heads_at_once, is_ragged, numbers, prepare
+from .hopper import is_ragged, split
+from .hopper_problem import Problem, cdiv, finish, heads_at_once, numbers, prepare
 from .launch import Launch
 
 _BLOCK = 64  # keys and queries of a step
@@ -57,8 +57,8 @@ def wide_launches(problem: Problem, config: WideConfig | None = None) -> list[La
         *numbers(problem, at_once, blocks_n),
     )  # fmt: skip
     constants = _constants(
-        head_dim, v_head_dim, lower is not None, upper is not None, is_ragged(problem, _BLOCK), softcap is not None,
-        problem.deterministic, c,
+        head_dim, v_head_dim, lower is not None, upper is not None, is_ragged(q_len, kv_len, upper, _BLOCK),
+        softcap is not None, problem.deterministic, c,
     )  # fmt: skip
     main = Launch(backward_wide_kernel, constants, (blocks_n * batch * kv_heads,), args)
     return [first, main, finish(problem, scratch)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.hopper.around import finish_kernel, prepare_kernel
 from ..spec import MaskSpec
-from .hopper import LOG2E
+from .hopper import LOG2E, tile_columns
 from .launch import Launch
 
 _ROWS = 128  # rows of query that scratch tensors are rounded up to
@@ -116,19 +116,14 @@ def scratch_size(query: Tensor, value: Tensor, deterministic: bool) -> int:
     """Elements of the scratch tensor of a backward."""
     batch, heads, q_len, head_dim = query.shape
     rows = batch * heads * cdiv(q_len, _ROWS) * _ROWS
-    return rows * (2 + _columns(max(head_dim, value.shape[3]))) + (rows // 64 if deterministic else 0)
-
-
-def _columns(width: int) -> int:
-    """Of dQ's accumulator, by the wider head dim."""
-    return 64 if width <= 64 else 128 if width <= 128 else 256
+    return rows * (2 + tile_columns(max(head_dim, value.shape[3]))) + (rows // 64 if deterministic else 0)
 
 
 def prepare(problem: Problem) -> tuple[Scratch, Launch]:
     """Scratch tensors, and the launch that fills them."""
     batch, heads, q_len, _ = problem.query.shape
     q_rows, rows = problem.q_rows, batch * heads * problem.q_rows
-    dim, v_dim = _columns(max(problem.query.shape[3], problem.value.shape[3])), problem.value.shape[3]
+    dim, v_dim = tile_columns(max(problem.query.shape[3], problem.value.shape[3])), problem.value.shape[3]
     size = scratch_size(problem.query, problem.value, problem.deterministic)
     whole = problem.lse.new_empty(size) if problem.scratch is None else problem.scratch[:size]
     lse2, delta, acc, rest = whole.split((rows, rows, rows * dim, size - rows * (2 + dim)))
@@ -161,15 +156,9 @@ def finish(problem: Problem, scratch: Scratch) -> Launch:
     batch, heads, q_len, head_dim = problem.query.shape
     grad = problem.grad_query
     args = (scratch.grad_query, grad, *grad.stride()[:3], heads, q_len, problem.q_rows, problem.scale)
-    dim = _columns(max(head_dim, problem.value.shape[3]))
+    dim = tile_columns(max(head_dim, problem.value.shape[3]))
     constants = {"HEAD_DIM": head_dim, "DIM": dim, "ALIGN": _align(grad), "num_warps": 4}
     return Launch(finish_kernel, constants, (cdiv(q_len, 64) * batch * heads,), args)
-
-
-def is_ragged(problem: Problem, block: int) -> bool:
-    """Whether a block of keys has an end that no bound hides from the rows."""
-    q_len, kv_len, upper = problem.query.shape[2], problem.key.shape[2], problem.mask.upper
-    return kv_len % block != 0 and (upper is None or q_len + upper > kv_len)
 
 
 def numbers(problem: Problem, at_once: int, blocks_n: int) -> tuple[int | float, ...]:

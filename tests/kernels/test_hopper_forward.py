@@ -52,7 +52,7 @@ def _call(
 @pytest.mark.parametrize("dim", range(8, 257, 8))
 def test_head_dims_are_covered(dim: int) -> None:
     first, second = hopper.split(dim)
-    assert dim <= first + second <= hopper._tile(dim)
+    assert dim <= first + second <= hopper.tile_columns(dim)
     assert first + second < dim + (64 if dim > 64 else 65)
 
 
