@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 
 from .._compat import inductor
@@ -66,8 +67,14 @@ def call_of_kernel(
 
 
 def _site_name(args: Sequence[IRNode | None], keywords: dict[str, Any]) -> str | None:
-    """The same for calls that are of one kind, whatever the graph; None if a size isn't known before the call."""
-    words = [repr(sorted(keywords.items()))]
+    """The same for calls that are of one kind, whatever the graph.
+
+    None if a size or option isn't known before the call: a site keeps what it was told first.
+    """
+    options = {name: inductor.static_int(x) if isinstance(x, sympy.Expr) else x for name, x in sorted(keywords.items())}
+    if any(options[name] is None and x is not None for name, x in keywords.items()):
+        return None
+    words = [repr(options)]
     for x in args:
         numbers = [] if x is None else [inductor.static_int(n) for n in (*x.get_size(), *x.get_stride())]
         if None in numbers:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from fakecuda import Lowered, lower
 from harness import qkv
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from flash_inductor import config
 from flash_inductor._compat import inductor
-from flash_inductor.lowering import measure
+from flash_inductor.lowering import kernel, measure
 from flash_inductor.ops import choice, library
 
 attn = torch.ops.flashbwd.attn
@@ -188,6 +189,11 @@ def test_without_the_dispatcher() -> None:
     assert "= torch.ops.flashbwd.attn.on_cuda(" in lowered.codes[0]
     assert "= torch.ops.flashbwd.attn_backward.on_cuda(" in lowered.codes[1]
     assert callable(torch.ops.flashbwd.attn.on_cuda) and callable(torch.ops.flashbwd.attn_backward.on_cuda)
+
+
+def test_an_unknown_option_names_no_site() -> None:
+    names = [kernel._site_name([], {"window_left": x}) for x in (5, sympy.Integer(5), sympy.Symbol("s0"), None)]
+    assert names[0] == names[1] and names[2] is None and names[3] not in (None, names[0])
 
 
 @pytest.mark.parametrize("results", [None, [], [torch.zeros(1)], [object()]])
