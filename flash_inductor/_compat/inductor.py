@@ -180,6 +180,19 @@ def real_like(inputs: Sequence[IRNode | None], device: torch.device) -> list[Ten
         return [one(x) for x in inputs]
 
 
+def meta_like(inputs: Sequence[IRNode | None]) -> list[Tensor | None]:
+    """The same without memory."""
+
+    def one(x: IRNode | None) -> Tensor | None:
+        if x is None:
+            return None
+        size, stride = ([hint(n) for n in numbers] for numbers in (x.get_size(), x.get_stride()))
+        return torch.empty_strided(size, stride, dtype=x.get_dtype(), device="meta")
+
+    with no_modes():
+        return [one(x) for x in inputs]
+
+
 def milliseconds(function: Callable[[], Any]) -> float:
     """Time of a call on the GPU."""
     with no_modes():

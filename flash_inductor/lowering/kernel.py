@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from ..ops.choice import Problem
 from ..ops.extras import NO_EXTRAS, Extras
 from ..spec import MaskSpec
 from .measure import fastest
+
+log = logging.getLogger(__name__)
 
 
 def call_of_kernel(
@@ -58,6 +61,8 @@ def call_of_kernel(
         name = fastest(problem, args, keywords)
     if name == "triton":
         return None
+    if name == "gluon":
+        _compile_ahead(kind, args, keywords)
     keywords = {**keywords, "kernel_name": name}
     results = call_op(*args, **keywords)
     function = f"torch.ops.flashbwd.{'attn' if kind == 'fwd' else 'attn_backward'}"
@@ -81,6 +86,18 @@ def _site_name(args: Sequence[IRNode | None], keywords: dict[str, Any]) -> str |
             return None
         words.append("None" if x is None else f"{numbers} {x.get_dtype()} {x.get_device()}")
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+
+
+def _compile_ahead(kind: Kind, args: Sequence[IRNode | None], keywords: dict[str, Any]) -> None:
+    """Let the kernels be compiled from now on, for the sizes that were traced."""
+    from ..ops import cuda  # imports Triton
+
+    device = next(x for x in args if x is not None).get_device().index or 0
+    options = {name: inductor.hint(x) if isinstance(x, sympy.Expr) else x for name, x in keywords.items()}
+    try:
+        cuda.compile_ahead(kind, inductor.meta_like(args), device, options)
+    except Exception as error:  # they are compiled when they are launched
+        log.debug("nothing is compiled ahead: %s: %s", type(error).__name__, error)
 
 
 def _problem(

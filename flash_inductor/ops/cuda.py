@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat import compile_workers
 from .._compat.cuda_driver import empty_strided
 from ..config import get_config
 from ..kernels.choices import Kind
 from ..spec import MaskSpec
 from ..support import effective_mask
-from . import aten, choice, triton_kernels, tuned
+from . import ahead, aten, choice, triton_kernels, tuned
 from .launch import Repeated
 from .layout import dense_strides, empty_like_layout, has_wide_rows
 from .triton_kernels import on_device
@@ -114,11 +115,7 @@ def prepare(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any
     read = [x for x in (tensors[:3] if kind == "fwd" else (tensors[0], *tensors[2:6])) if x is not None]
     if kernel == "triton" or query.numel() == 0 or key.numel() == 0 or not all(map(has_wide_rows, read)):
         return triton
-    numbers = {
-        "scale": 1.0 / math.sqrt(head_dim) if scale is None else scale,
-        "mask": effective_mask(mask, q_len, kv_len),
-        "softcap": softcap,
-    }
+    numbers = _numbers(options, query, key)
     if kind == "fwd":
         call = _forward(kernel, triton, query, value, numbers)
     else:
@@ -127,6 +124,48 @@ def prepare(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any
             return triton
         call = _backward(kernel, triton, (query, key, value), wanted, {**numbers, "deterministic": deterministic})
     return _or(call, triton, problem, kernel) if kernel in ("cudnn", "gluon") else call
+
+
+def compile_ahead(kind: Kind, tensors: Sequence[Tensor | None], device: int, options: dict[str, Any]) -> None:
+    """Begin to compile what Gluon launches for a call: ``tensors`` are like its tensors, on the meta device.
+
+    ``options`` are those of :func:`prepare`; without a worker of Inductor's, or on a GPU that isn't Hopper's, nothing
+    is begun.
+    """
+    arch = choice.device_limits(device)[0]
+    if arch != 90 or not compile_workers.running():
+        return
+    from . import hopper, hopper_backward
+
+    query, key, value = tensors[:3] if kind == "fwd" else tensors[2:5]
+    assert query is not None and key is not None and value is not None
+    numbers = _numbers(options, query, key)
+    if kind == "fwd":
+        out = empty_like_layout(query, (*query.shape[:3], value.shape[3]))
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        counter = query.new_empty(1, dtype=torch.int32)
+        processors = hopper.processors_of(device)
+        launches = hopper.forward(query, key, value, out, lse, counter, **numbers, processors=processors)
+    else:
+        grad_out, grad_lse, *inputs = tensors
+        lines = [None if x is None else x.contiguous() for x in (grad_lse, inputs.pop())]
+        grads = [empty_like_layout(x, x.shape) for x in (query, key, value)]
+        given: Any = (grad_out, lines[0], *inputs, lines[1], *grads)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        launches = hopper_backward.backward(*given, **numbers, deterministic=deterministic)
+    for launch in launches:
+        ahead.begin(launch.kernel, launch.constants, launch.args, arch, device)
+
+
+def _numbers(options: dict[str, Any], query: Tensor, key: Tensor) -> dict[str, Any]:
+    """What Hopper's and ATen's kernels are told of a call beside its tensors."""
+    mask = MaskSpec.from_window(*(options.get(name, default) for name, default in _BAND.items()))
+    scale = options.get("scale")
+    return {
+        "scale": 1.0 / math.sqrt(query.shape[3]) if scale is None else scale,
+        "mask": effective_mask(mask, query.shape[2], key.shape[2]),
+        "softcap": options.get("softcap"),
+    }
 
 
 def _forward(

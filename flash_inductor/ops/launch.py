@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._compat import cuda_driver
+from . import ahead
 
 _MAPS_KEPT = 512  # of each descriptor, 192 bytes each: models call with few different addresses
 
@@ -28,6 +29,7 @@ class Launch(NamedTuple):
 
     def __call__(self) -> Any:
         """Launch on the current device and stream; the compiled kernel."""
+        ahead.join(self.kernel, self.constants, self.args)
         return self.kernel[self.grid](*self.args, **self.constants)
 
 
