@@ -19,7 +19,8 @@ class Row(NamedTuple):
     """Problems for which ``kernels`` (fastest first) differ from the order of their architecture.
 
     ``head_dim`` is the wider of both, rounded up to 64, 128 or 256; ``lengths`` are the first and last number of keys;
-    ``least_pairs`` of a query and a key, in all batch entries and heads, hidden ones included.
+    ``least_pairs`` of a query and a key, in all batch entries and heads, hidden ones included; ``head_dims`` of query
+    and value, where a row is for no others.
     """
 
     kind: Kind
@@ -29,6 +30,7 @@ class Row(NamedTuple):
     kernels: tuple[str, ...]
     softcap: bool = False
     least_pairs: int = 0
+    head_dims: tuple[int, int] | None = None
 
 
 # With less to do, a GPU waits for its host, where a call of cuDNN takes 30 microseconds longer than one of ours: 1.3 to
@@ -49,25 +51,41 @@ ROWS: dict[int, tuple[Row, ...]] = {
         Row("fwd", 64, "full", (513, 2047), ("cudnn", "gluon"), least_pairs=_BUSY),
         # 333 at 1024, as much as 334; 432 against 448 at 4096
         Row("fwd", 64, "causal", (513, 2047), ("cudnn", "gluon"), least_pairs=_BUSY),
+        # 450 against 392 at 4096
+        Row("bwd", 256, "causal", (1024, 1 << 30), ("cudnn", "gluon"), least_pairs=_BUSY, head_dims=(192, 128)),
     ),
 }
 
 
 def order(
-    architecture: int, kind: Kind, head_dim: int, band: Band, length: int, softcap: bool, pairs: float = math.inf
+    architecture: int,
+    kind: Kind,
+    head_dims: tuple[int, int],
+    band: Band,
+    length: int,
+    softcap: bool,
+    pairs: float = math.inf,
 ) -> tuple[str, ...]:
-    """Kernels, fastest first; "triton" is always among the last."""
-    first = first_row(ROWS.get(architecture, ()), kind, head_dim, band, length, softcap, pairs)
+    """Kernels, fastest first; "triton" is always among the last.  ``head_dims`` of query and value."""
+    first = first_row(ROWS.get(architecture, ()), kind, head_dims, band, length, softcap, pairs)
     return (*first, *ORDER.get(architecture, ()), "triton")
 
 
 def first_row(
-    rows: Iterable[Row], kind: Kind, head_dim: int, band: Band, length: int, softcap: bool, pairs: float = math.inf
+    rows: Iterable[Row],
+    kind: Kind,
+    head_dims: tuple[int, int],
+    band: Band,
+    length: int,
+    softcap: bool,
+    pairs: float = math.inf,
 ) -> tuple[str, ...]:
     """The kernels of the first row that a problem falls under; () if there is none."""
-    bucket = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    widest = max(head_dims)
+    bucket = 64 if widest <= 64 else 128 if widest <= 128 else 256
     for row in rows:
         same = (row.kind, row.head_dim, row.band, row.softcap) == (kind, bucket, band, softcap)
+        same = same and row.head_dims in (None, head_dims)
         if same and row.lengths[0] <= length <= row.lengths[1] and pairs >= row.least_pairs:
             return row.kernels
     return ()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .layout import dense_strides
+
 _aten = torch.ops.aten
 Outputs = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -52,5 +54,35 @@ def flash_backward(
     )  # fmt: skip
 
 
+def cudnn_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> Gradients:
+    """The same with cuDNN; never deterministic.
+
+    torch keeps a plan for each combination of sizes, strides of query, key and value, and dropout, but not of out and
+    grad_out, and reads these as they lay when the plan was made: wrong gradients where they lie otherwise (found on an
+    H200 with torch 2.11).  Here both always lie as query does, and no other call shares a plan: combinations are
+    compared byte by byte, and a dropout of -0.0, which is none, isn't 0.0 then.
+    """
+    strides = dense_strides(query.stride(), query.shape, out.shape)
+    state = query.new_empty(1, dtype=torch.int64)  # of a dropout that isn't there
+    return _aten._scaled_dot_product_cudnn_attention_backward.default(
+        _lying(grad_out, strides), query, key, value, _lying(out, strides), lse.unsqueeze(3), state, state, None, None,
+        None, query.shape[2], key.shape[2], -0.0, is_causal, scale=scale,
+    )  # fmt: skip
+
+
+def _lying(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
+
+
 FORWARD = {"cudnn": cudnn_forward, "flash": flash_forward}
-BACKWARD = {"flash": flash_backward}
+BACKWARD = {"cudnn": cudnn_backward, "flash": flash_backward}

@@ -20,6 +20,8 @@ from . import tuned
 
 _SHORTEST_CUDNN = 64  # cuDNN has had no plan for some shorter lengths
 _OLDEST_CUDNN = 90_500
+_LATENT = (192, 128)  # head dims of multi-head latent attention
+_OLDEST_CUDNN_LATENT = 91_900  # older ones weren't tried
 _16_BIT = (torch.bfloat16, torch.float16)
 
 
@@ -74,17 +76,14 @@ def refusal(kernel: str, p: Problem) -> str | None:
 def _aten_refusal(kernel: str, p: Problem) -> str | None:
     """ATen's kernels are asked for what they define exactly as the op does."""
     widest = max(p.head_dim, p.v_head_dim)
-    if kernel == "cudnn" and p.kind == "bwd":
-        # Found on an H200 with torch 2.11: the plans that torch keeps are told apart by the strides of query, key and
-        # value alone, so that out and grad_out are read as they lay in an earlier call of these, whoever made it.
-        return "torch may reuse a plan of its backward for tensors that lie otherwise in memory: wrong gradients"
     if p.dtype not in _16_BIT:
         return "it takes bfloat16 and float16"
     if p.softcap or not (p.band == "full" or p.square):
         return "it knows full and causal attention (of as many keys as queries) without a softcap"
     if p.scale is not None and p.scale <= 0:
         return "it takes a positive scale"
-    if p.head_dim != p.v_head_dim or p.head_dim % 8 or widest > 256:
+    equal = p.head_dim == p.v_head_dim and p.head_dim % 8 == 0 and widest <= 256
+    if kernel == "flash" and not equal:
         return "it takes equal head dims, multiples of 8 up to 256"
     if p.grad_lse:
         return "its backward knows no gradient of lse"
@@ -92,8 +91,12 @@ def _aten_refusal(kernel: str, p: Problem) -> str | None:
         # Above 192 the backward of sm_86 and its like lacks shared memory.
         taken = p.capability >= 80 and (widest <= 192 or p.capability in (80, 90, 100))
         return None if taken else "it needs compute capability 8.0, for head dims above 192 exactly 8.0, 9.0 or 10.0"
+    if p.kind == "bwd" and p.deterministic:
+        return "its backward sums in no fixed order"
     if not (p.capability // 10 == 9 or (p.capability // 10 == 10 and widest <= 128)) or _cudnn() < _OLDEST_CUDNN:
         return "it needs cuDNN 9.5 and compute capability 9.0, or 10.0 for head dims up to 128"
+    if not equal and ((p.head_dim, p.v_head_dim) != _LATENT or _cudnn() < _OLDEST_CUDNN_LATENT):
+        return "it takes equal head dims, multiples of 8 up to 256, and from cuDNN 9.19 on 192 with 128"
     return None
 
 
@@ -115,7 +118,7 @@ def choose(p: Problem, forced: str = "auto", table: tuned.Table = tuned.NONE) ->
     """
     if 0 in p.lengths:
         return "triton"
-    features = (p.kind, max(p.head_dim, p.v_head_dim), p.band, p.lengths[1], p.softcap, p.pairs)
+    features = (p.kind, (p.head_dim, p.v_head_dim), p.band, p.lengths[1], p.softcap, p.pairs)
     ranked = (*table.order(p.capability, *features), *order(p.capability // 10, *features))
     return next(kernel for kernel in (forced, *ranked) if kernel != "auto" and fits(kernel, p))
 

@@ -158,7 +158,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     with config.override(table=str(path), strict=True):
         table = tuned.current()
         assert {kind for _, kind, _ in table.tiles} == {"fwd", "dq", "dkdv"}
-        assert table.order(capability, "fwd", 64, "causal", 256, False)
+        assert table.order(capability, "fwd", (64, 64), "causal", 256, False)
         shape = (1, 4, 256, 64)
         q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         torch.ops.flashbwd.attn(q, k, v, is_causal=True)[0].sum().backward()

@@ -91,18 +91,13 @@ def test_pairs(dim: int, spec: str) -> None:
     assert not wrong, wrong
 
 
-def backward_beside(forward: str) -> str:
-    """The kernel of that name, or Triton's beside cuDNN, whose backward isn't taken."""
-    return "triton" if forward == "cudnn" else forward
-
-
 @pytest.mark.parametrize("layout", ["bhnd", "nbhd", "packed", "expanded", "sliced", "strided"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_layouts_and_grouped_heads(kernel: str, layout: str) -> None:
     inputs = make_inputs(layout, heads=8, kv_heads=2, q_len=200, head_dim=64, dtype=torch.float16, device="cuda")
     if not choice.fits(kernel, problem_of("fwd", inputs[0], inputs[2], {})):
         pytest.skip(f"no {kernel} kernel on this device")
-    run_pair(kernel, backward_beside(kernel), inputs, {"is_causal": True})
+    run_pair(kernel, kernel, inputs, {"is_causal": True})
 
 
 def test_lse_that_is_not_aligned() -> None:
@@ -117,17 +112,32 @@ def test_lse_that_is_not_aligned() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("first", [None, False, True])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_gradients_of_any_layout(kernel: str) -> None:
-    """One after the other, because torch's cuDNN backward reuses plans of gradients and outputs that lay otherwise."""
-    inputs = make_inputs("bnhd", q_len=256, head_dim=64, dtype=torch.bfloat16, device="cuda")
-    for out_inside, grad_inside in itertools.product((False, True), repeat=2):
-        out, lse = attn(*inputs, kernel_name=kernel)
-        grad_out = torch.randn_like(out.contiguous())
-        saved = heads_inside(out) if out_inside else out.contiguous()
-        tangent = heads_inside(grad_out) if grad_inside else grad_out
-        grads = attn_backward(tangent, None, *inputs, saved, lse)[:3]
-        assert_close_to_reference([out, lse, *grads], *inputs, AttentionSpec(), grad_out=grad_out)
+def test_gradients_of_any_layout(kernel: str, first: bool | None) -> None:
+    """One after the other, because torch reuses plans of cuDNN's backward for tensors that lie otherwise.
+
+    ``first``: whether SDPA's own backward ran before with a gradient that lies with the heads inside, if at all.
+    """
+    for dims, options in (((64, 64), {}), ((192, 128), {"is_causal": True})):
+        inputs = make_inputs(
+            "bnhd", q_len=256, head_dim=dims[0], v_head_dim=dims[1], dtype=torch.bfloat16, device="cuda"
+        )
+        if not choice.fits(kernel, problem_of("bwd", inputs[0], inputs[2], options)):
+            continue
+        if first is not None:
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+                out = torch.nn.functional.scaled_dot_product_attention(*leaves, **options)
+            tangent = torch.randn_like(out.contiguous())
+            torch.autograd.grad(out, leaves, heads_inside(tangent) if first else tangent)
+        for out_inside, grad_inside in itertools.product((False, True), repeat=2):
+            out, lse = attn(*inputs, **options)
+            grad_out = torch.randn_like(out.contiguous())
+            saved = heads_inside(out) if out_inside else out.contiguous()
+            tangent = heads_inside(grad_out) if grad_inside else grad_out
+            grads = attn_backward(tangent, None, *inputs, saved, lse, **options, kernel_name=kernel)[:3]
+            assert_close_to_reference([out, lse, *grads], *inputs, spec_of(options), grad_out=grad_out)
 
 
 def heads_inside(x: Tensor) -> Tensor:
@@ -141,10 +151,9 @@ def test_misaligned_pointers_run_as_triton(kernel: str) -> None:
     inputs = tuple(x[1:].view(2, 4, 128, 64) for x in storage)
     if not choice.fits(kernel, problem_of("fwd", inputs[0], inputs[2], {})):
         pytest.skip(f"no {kernel} kernel on this device")
-    backward = backward_beside(kernel)
-    run_pair(kernel, backward, inputs, {})
-    run_pair(kernel, backward, tuple(x.clone() for x in inputs), {})  # known by shapes and strides, but aligned
-    run_pair(kernel, backward, inputs, {})
+    run_pair(kernel, kernel, inputs, {})
+    run_pair(kernel, kernel, tuple(x.clone() for x in inputs), {})  # known by shapes and strides, but aligned
+    run_pair(kernel, kernel, inputs, {})
 
 
 def compiled_calls(function: Callable[..., Any], *args: Any, **compile_options: Any) -> tuple[Any, str]:

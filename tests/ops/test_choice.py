@@ -39,7 +39,7 @@ def problem(**changes: Any) -> Problem:
 
 def test_all_take_plain_causal_attention() -> None:
     assert eligible(problem()) == KERNELS
-    assert eligible(problem(kind="bwd")) == ("triton", "gluon", "flash")
+    assert eligible(problem(kind="bwd")) == KERNELS
 
 
 ATEN = {"cudnn", "flash"}
@@ -58,6 +58,9 @@ def repr_sorted(value: object) -> str:
         ({"band": "window", "square": False}, ATEN),
         ({"v_head_dim": 64}, ATEN),
         ({"kind": "bwd", "v_head_dim": 64}, {*ATEN, "gluon"}),
+        ({"head_dim": 192}, {"flash"}),
+        ({"kind": "bwd", "head_dim": 192}, {"flash", "gluon"}),
+        ({"capability": 100, "head_dim": 192}, {*ATEN, "gluon"}),
         ({"kind": "bwd", "grad_lse": True}, ATEN),
         ({"kind": "bwd", "deterministic": True}, {"cudnn"}),
         ({"deterministic": True}, set()),
@@ -84,6 +87,8 @@ def test_who_is_out(changes: dict[str, Any], out: set[str]) -> None:
 
 
 def test_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_cudnn", lambda: 91800)
+    assert "cudnn" in eligible(problem()) and "cudnn" not in eligible(problem(head_dim=192))
     monkeypatch.setattr(choice, "_cudnn", lambda: 0)
     assert "cudnn" not in eligible(problem())
 
@@ -99,8 +104,12 @@ def test_table_of_this_package() -> None:
     assert choose(full._replace(kind="bwd")) == "gluon"
     assert choose(full._replace(kind="bwd", deterministic=True)) == "gluon"
     assert choose(full._replace(kind="bwd", grad_lse=True)) == "gluon"
+    latent = problem(kind="bwd", head_dim=192)
+    assert choose(latent) == "cudnn"
+    assert choose(latent._replace(deterministic=True)) == "triton"
+    assert choose(latent._replace(v_head_dim=192)) == choose(latent._replace(head_dim=256, v_head_dim=256)) == "gluon"
     assert choose(problem(capability=80)) == "flash"
-    assert choose(problem(capability=100)) == "cudnn"
+    assert choose(problem(capability=100)) == choose(problem(capability=100, kind="bwd")) == "cudnn"
     assert choose(problem(capability=120)) == "triton"
 
 
