@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
 from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 
@@ -31,6 +32,7 @@ from .pretend import compile_for_hopper
 
 META = torch.zeros(1, device="meta")
 UNALIGNED = torch.zeros(2)[1:]
+PTXAS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")  # since Triton 3.9 Hopper's is the second
 
 
 @pytest.fixture(autouse=True)
@@ -217,7 +219,7 @@ def test_the_same_kernels_as_the_call_launches(kind: Any, diagonal: int, monkeyp
 
 def _other_ptxas(path: Path) -> str:
     """Triton's own under another version."""
-    own = triton.knobs.nvidia.ptxas.path
+    own = nvidia.get_ptxas(90).path
     path.write_text(f'#!/bin/sh\n{own} "$@"\n[ "$1" != --version ] || echo {path.name}\n')
     path.chmod(0o755)
     return str(path)
@@ -229,7 +231,8 @@ def _state(folder: str, ptxas: str | None = None) -> tuple[dict[str, str], str, 
     while len(list(Path(folder).iterdir())) < 2:
         time.sleep(0.05)
     if ptxas is not None:
-        os.environ["TRITON_PTXAS_PATH"] = ptxas
+        os.environ.update(dict.fromkeys(PTXAS, ptxas))
+        nvidia.get_ptxas_version.cache_clear()
         triton.knobs.nvidia.libdevice_path = triton.knobs.nvidia.libdevice_path or __file__
     version = make_backend(GPUTarget("cuda", 90, 32)).hash()
     return dict(os.environ), version, dict(vars(triton.knobs.nvidia)), driver._active
@@ -252,7 +255,9 @@ def test_launches_find_on_disk_what_workers_compiled(tmp_path: Path, monkeypatch
     launches: list[Launch] = []
     for kind, diagonal in CALLS:
         if diagonal:  # this process has asked for the version already: Triton goes on to use the old one
-            monkeypatch.setenv("TRITON_PTXAS_PATH", _other_ptxas(tmp_path / "later"))
+            later = _other_ptxas(tmp_path / "later")
+            for name in PTXAS:
+                monkeypatch.setenv(name, later)
         called, tensors, options = _call(kind, diagonal)
         _compile_ahead(kind, tensors, options)
         launches += called
