@@ -43,6 +43,7 @@ def submit(function: Callable[..., Any], *args: Any) -> Future[Any]:
     """
     from torch._inductor.async_compile import AsyncCompile
 
+    AsyncCompile.use_process_pool()  # asks for a sign of life: `ready` would do so too late
     return AsyncCompile.process_pool().submit(function, *args)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Hashable
-from concurrent.futures import Future
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from .._compat import compile_workers
 log = logging.getLogger(__name__)
 _PATIENCE = 30.0  # seconds that a launch waits for a worker, before it compiles itself
 _seen: set[Hashable] = set()
-_begun: dict[Hashable, Future[str]] = {}  # that no launch has waited for
+_begun: dict[Hashable, futures.Future[str]] = {}  # that no launch has waited for
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def join(kernel: Any, constants: dict[str, Any], args: tuple[Any, ...]) -> None:
         # Processes that are still starting would be waited for longer than compiling takes.
         if future is not None and (future.done() or compile_workers.ready()):
             log.debug("%s was compiled ahead: %s", kernel, future.result(_PATIENCE))
-    except TimeoutError:  # it is dead, or busy for long
+    except futures.TimeoutError:  # it is dead, or busy for long
         log.debug("%s isn't compiled yet", kernel)
         _begun.clear()
     except Exception as error:  # the launch will meet it again, and knows what to do
