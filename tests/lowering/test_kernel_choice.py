@@ -80,7 +80,7 @@ def kernels(lowered: Lowered) -> list[str]:
         ({"dim": 64}, {"is_causal": True}, "sm80", ["flash", "flash"]),
         ({"dim": 64}, {"is_causal": True, "window_left": 100}, "sm80", ["templates", "templates"]),
         ({"dim": 64}, {}, "sm100", ["cudnn", "cudnn"]),
-        ({**MANY, "dim": 192, "v_dim": 128}, {"is_causal": True}, "sm90", ["cudnn", "cudnn"]),
+        ({**MANY, "dim": 192, "v_dim": 128}, {"is_causal": True}, "sm90", ["gluon", "cudnn"]),
         ({"dim": 64}, {"kernel_name": "triton"}, "sm90", ["templates", "gluon"]),
         ({"dim": 64}, {"kernel_name": "flash"}, "sm90", ["flash", "gluon"]),
     ],

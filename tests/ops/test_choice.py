@@ -105,7 +105,9 @@ def test_table_of_this_package() -> None:
     assert choose(full._replace(kind="bwd", deterministic=True)) == "gluon"
     assert choose(full._replace(kind="bwd", grad_lse=True)) == "gluon"
     latent = problem(kind="bwd", head_dim=192)
-    assert choose(latent) == "cudnn"
+    assert choose(latent) == choose(latent._replace(kind="fwd", band="full", square=False)) == "cudnn"
+    assert choose(latent._replace(pairs=1 << 25)) == "triton"
+    assert choose(latent._replace(kind="fwd", lengths=(8192, 8192))) == "gluon"
     assert choose(latent._replace(deterministic=True)) == "triton"
     assert choose(latent._replace(v_head_dim=192)) == choose(latent._replace(head_dim=256, v_head_dim=256)) == "gluon"
     assert choose(problem(capability=80)) == "flash"
