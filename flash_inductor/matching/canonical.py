@@ -7,6 +7,7 @@ never by name alone, so a user's own ``softmax`` is not mistaken for torch's.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -245,6 +246,7 @@ _INPLACE_OPERATORS = {
 }
 
 
+@functools.cache
 def _canonical_name(name: str) -> tuple[str, bool] | None:
     """A torch name -> (canonical name, in place)."""
     inplace = False

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops.layout import memory_order
-from ..ops.library import attn
+from ..ops.library import attn, attn_fake
 from ..spec import AttentionSpec
 from . import canonical
 from .canonical import tensor, value
@@ -33,7 +34,8 @@ class Emitter:
         self.key = "example_value" if "example_value" in at.meta else "val"
         self.meta = {k: at.meta[k] for k in _COPIED_META if k in at.meta}
         # the mode that made the values: Dynamo's own, which isn't the one that detect_fake_mode() answers
-        self.mode = getattr(tensor(source), "fake_mode", None)
+        self.source = tensor(source)
+        self.mode = getattr(self.source, "fake_mode", None)
         self.device = canonical.value(source).device.type
         self.nodes: list[fx.Node] = []
 
@@ -50,8 +52,13 @@ class Emitter:
             stack.enter_context(
                 torch.autocast(self.device, autocast[1]) if autocast else torch.autocast(self.device, enabled=False)
             )
-            node.meta[self.key] = target(*values, **named)
+            node.meta[self.key] = self._compute(target, autocast is not None)(*values, **named)
         return node
+
+    def _compute(self, target: Any, autocast: bool) -> Any:
+        """What gives a node's fake value: for our op its fake itself, where the dispatcher only adds time."""
+        plain = self.mode is not None and not autocast and type(self.source) is FakeTensor
+        return attn_fake if target is attn and plain else target
 
     def undo(self) -> None:
         for node in reversed(self.nodes):

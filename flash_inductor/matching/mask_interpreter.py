@@ -54,6 +54,7 @@ class Interpreter:
     ``leaf`` gives the value of a placeholder or get_attr (a buffer that may be read), or None for an unknown one.
     With ``reads``, what isn't known otherwise is a value that is read from the graph (mask_reads.py) instead of Top.
     ``without_grad``: nodes that run while gradients are off.
+    ``settled``: values of nodes that nothing writes to, found before; what is found here is added.
     """
 
     def __init__(
@@ -62,15 +63,22 @@ class Interpreter:
         *,
         reads: bool = False,
         without_grad: frozenset[fx.Node] = frozenset(),
+        settled: dict[fx.Node, Value] | None = None,
     ) -> None:
         self.leaf = leaf
         self.reads = reads
         self.without_grad = without_grad
+        self.settled = settled
         self.values: dict[fx.Node, Value] = {}
 
     def run(self, node: fx.Node, at: fx.Node) -> Value:
-        for current in effects.closure(node, at):
-            targets = effects.written(current)
+        nodes = effects.closure(node, at)
+        written_to = [effects.written(current) for current in nodes]
+        settled = None if any(written_to) else self.settled
+        for current, targets in zip(nodes, written_to, strict=True):
+            if settled is not None and current in settled:
+                self.values[current] = settled[current]
+                continue
             if canonical.tensor(current) is None and not targets:
                 continue
             value: Value
@@ -88,6 +96,9 @@ class Interpreter:
                 value = mask_sums.unknown_value(self, current)
             if canonical.tensor(current) is not None:
                 self.values[current] = value
+                # what is read from a buffer is looked at each time, so that the proof names the buffer
+                if settled is not None and current.op not in ("placeholder", "get_attr"):
+                    settled[current] = value
             for target in targets:
                 self._write(target, written, current)
         return self.values.get(node, Top(f"`{node.name}` isn't a tensor whose shape is known"))

@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..spec import MaskSpec
-from . import canonical, closed, masks, safety
+from . import canonical, closed, effects, masks, safety
 from .canonical import Arg
 from .mask_domain import NEGLIGIBLE, Linear, Pred, TwoValued, Unknown, Value, broadcast, simplify
 from .mask_interpreter import Interpreter
@@ -33,10 +33,9 @@ def resolve(program: Program, mask: Arg, kind: str, place: Place) -> MaskProof:
 
     ``kind`` is "keep", "drop" or "additive", see :func:`masks.prove`.
     """
-    q_len, kv_len = place.table[-2:]
     proof: MaskProof | Refusal = Refusal("the mask is subtracted")
     if place.factor > 0:
-        proof = masks.prove(mask, kind, q_len, kv_len, place.at)
+        proof = _proved(program, mask, kind, place)
     if isinstance(proof, MaskProof):
         proof = replace(proof, finite=proof.finite or (kind != "additive" and place.fill != -math.inf))
         if proof.ceiling * place.factor <= NEGLIGIBLE:
@@ -48,6 +47,18 @@ def resolve(program: Program, mask: Arg, kind: str, place: Place) -> MaskProof:
             else "the mask is not a tensor; pass a bool or float one, or None"
         )
     return _Splitter(program, place, proof).run(mask, kind)
+
+
+def _proved(program: Program, mask: Arg, kind: str, place: Place) -> MaskProof | Refusal:
+    """As :func:`masks.prove`, once for all layers that use the same mask while nothing writes to it."""
+    decided = tuple(effects.closure(mask, place.at)) if isinstance(mask, fx.Node) else ()
+    q_len, kv_len = place.table[-2:]
+    sizes = tuple(x.node.expr if isinstance(x, torch.SymInt) else x for x in (q_len, kv_len))
+    key = (mask, kind, sizes, decided)
+    if key not in program.proofs:
+        program.proofs[key] = masks.prove(mask, kind, q_len, kv_len, place.at, program.settled)
+    found: MaskProof | Refusal = program.proofs[key]
+    return found
 
 
 class _Splitter:

@@ -64,7 +64,9 @@ class MaskProof:
     operands: Operands = NO_OPERANDS  # what hides pairs, or is added to scores, besides the band
 
 
-def prove(mask: Arg, kind: str, q_len: Int, kv_len: Int, at: fx.Node) -> MaskProof | Refusal:
+def prove(
+    mask: Arg, kind: str, q_len: Int, kv_len: Int, at: fx.Node, settled: dict[fx.Node, Value] | None = None
+) -> MaskProof | Refusal:
     """What the mask means at node ``at``, or why that isn't known.
 
     Args:
@@ -73,6 +75,7 @@ def prove(mask: Arg, kind: str, q_len: Int, kv_len: Int, at: fx.Node) -> MaskPro
             -1e4 elsewhere).
         q_len, kv_len: sizes of the scores' last two dims, ints or SymInts.
         at: the node that uses the mask; in-place writes before it count.
+        settled: values that other proofs in this graph found, see Interpreter.
     """
     if kind not in ("keep", "drop", "additive"):
         raise ValueError(f"kind: expected 'keep', 'drop' or 'additive', got {kind!r}")
@@ -88,7 +91,9 @@ def prove(mask: Arg, kind: str, q_len: Int, kv_len: Int, at: fx.Node) -> MaskPro
 
     with unset_fake_temporarily(), torch.no_grad():
         try:
-            value = Interpreter(leaf).run(mask, at) if isinstance(mask, fx.Node) else Top("the mask isn't a tensor")
+            value: Value = Top("the mask isn't a tensor")
+            if isinstance(mask, fx.Node):
+                value = Interpreter(leaf, settled=settled).run(mask, at)
             tensor = canonical.tensor(mask)
             if tensor is None:
                 raise Unknown("the mask isn't a tensor whose shape is known")

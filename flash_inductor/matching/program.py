@@ -17,7 +17,7 @@ from torch import fx
 from .._compat.dims import may_become_constant
 from . import canonical, effects
 from .canonical import Arg, Call
-from .mask_domain import known
+from .mask_domain import Value, known
 
 
 class Refused(Exception):
@@ -44,6 +44,9 @@ class Program:
         self.assumed: list[torch.SymFloat | torch.SymInt] = []
         # inputs that the op must not save; see bodies.fragile
         self.fragile: frozenset[fx.Node] = frozenset() if before is None else before.fragile
+        # of masks, which layers share: what they were proved to mean by all that decides it, and their parts' values
+        self.proofs: dict[Any, Any] = {} if before is None else before.proofs
+        self.settled: dict[fx.Node, Value] = {} if before is None else before.settled
 
     def storages(self, node: fx.Node) -> frozenset[int]:
         """The memory of a node's tensors, as the fake tensors know it."""

@@ -73,7 +73,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @torch.library.register_fake("flashbwd::attn", lib=LIB)
-def _attn_fake(
+def attn_fake(
     query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     extras = take_extras(tensors, options)
