@@ -1,4 +1,4 @@
-"""What all tests share: GPU tests are skipped where there is no GPU, and no test leaves compiled code to the next.
+"""What all tests share: GPU tests are skipped where there is no such GPU, and no test leaves compiled code to the next.
 
 ``--results=FILE`` writes a line for each test as it ends, and prints failures at once: what a run that is cut leaves.
 With "=", since pytest takes a file after a space for one of its paths too, and looks there for these very options.
@@ -51,12 +51,15 @@ class Results:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = "needs a CUDA device"
+    elif torch.cuda.get_device_capability()[0] != 9:
+        missing["hopper"] = "needs compute capability 9.0"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(no_gpu)
+        for mark, reason in missing.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

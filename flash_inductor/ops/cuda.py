@@ -116,14 +116,16 @@ def prepare(kind: Kind, tensors: Sequence[Tensor | None], options: dict[str, Any
     if kernel == "triton" or query.numel() == 0 or key.numel() == 0 or not all(map(has_wide_rows, read)):
         return triton
     numbers = _numbers(options, query, key)
+    make: Callable[[str], Callable[..., Any]]
     if kind == "fwd":
-        call = _forward(kernel, triton, query, value, numbers)
+        make = partial(_forward, triton=triton, query=query, value=value, numbers=numbers)
     else:
         wanted = tuple(options.get("grad_mask", ALL)[:3])
         if not any(wanted):
             return triton
-        call = _backward(kernel, triton, (query, key, value), wanted, {**numbers, "deterministic": deterministic})
-    return _or(call, triton, problem, kernel) if kernel in ("cudnn", "gluon") else call
+        numbers["deterministic"] = deterministic
+        make = partial(_backward, triton=triton, inputs=(query, key, value), wanted=wanted, numbers=numbers)
+    return _or_next(make, triton, problem, kernel)
 
 
 def compile_ahead(kind: Kind, tensors: Sequence[Tensor | None], device: int, options: dict[str, Any]) -> None:
@@ -255,10 +257,22 @@ def _backward(
     return run
 
 
-def _or(
-    call: Callable[..., Any], triton: Callable[..., Any], problem: choice.Problem, kernel: str
+def _or_next(
+    make: Callable[[str], Callable[..., Any]], triton: Callable[..., Any], problem: choice.Problem, kernel: str
 ) -> Callable[..., Any]:
-    """``call``, and from its first failure on ``triton``.
+    """What a kernel's call is, with what computes the problem instead if that fails: Gluon for cuDNN, else Triton."""
+    if kernel not in ("cudnn", "gluon"):
+        return make(kernel)
+    instead = triton
+    if kernel == "cudnn" and choice.fits("gluon", problem):
+        instead = _or(make("gluon"), triton, problem, "gluon")
+    return _or(make(kernel), instead, problem, kernel)
+
+
+def _or(
+    call: Callable[..., Any], instead: Callable[..., Any], problem: choice.Problem, kernel: str
+) -> Callable[..., Any]:
+    """``call``, and from its first failure on ``instead``.
 
     Which plans a cuDNN has shows when it is asked for one.  A Gluon kernel needs this Triton's compiler to take it, and
     the GPU to have the memory on chip.  Such a failure of Gluon is raised if ``Config.strict`` is set.
@@ -276,9 +290,9 @@ def _or(
             except expected as error:
                 if kernel != "cudnn" and get_config().strict:
                     raise
-                works = False
-                log.warning("%s can't compute %s, Triton does: %s: %s", kernel, problem, type(error).__name__, error)
-        return triton(*tensors)
+                works, name = False, type(error).__name__
+                log.warning("%s can't compute %s, another kernel does: %s: %s", kernel, problem, name, error)
+        return instead(*tensors)
 
     return run
 

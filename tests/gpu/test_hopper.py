@@ -12,12 +12,7 @@ from flash_inductor.ops.layout import empty_like_layout
 from flash_inductor.spec import AttentionSpec, MaskSpec
 from flash_inductor.testing import assert_close_to_reference, make_inputs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs compute capability 9.0"
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 _DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (40, 40), (160, 160), (64, 128))
 _FEATURES: dict[str, tuple[dict[str, Any], MaskSpec, float | None]] = {

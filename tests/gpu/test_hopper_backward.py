@@ -13,12 +13,7 @@ from flash_inductor.reference import attention_backward, attention_forward
 from flash_inductor.spec import AttentionSpec, MaskSpec
 from flash_inductor.testing import assert_close_to_reference, largest_block_error, make_inputs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs compute capability 9.0"
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 _CAUSAL = MaskSpec(upper=0)
 _CASES: dict[str, tuple[dict[str, Any], MaskSpec, float | None]] = {

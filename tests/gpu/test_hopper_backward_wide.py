@@ -14,12 +14,7 @@ from flash_inductor.reference import attention_forward
 from flash_inductor.spec import AttentionSpec, MaskSpec
 from flash_inductor.testing import assert_close_to_reference, make_inputs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs compute capability 9.0"
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 _FEATURES: dict[str, tuple[dict[str, Any], MaskSpec, float | None]] = {
     # name: (sizes, band, softcap)

@@ -15,12 +15,7 @@ from flash_inductor.ops.launch import Launch
 from flash_inductor.spec import AttentionSpec, MaskSpec
 from flash_inductor.testing import assert_close_to_reference, make_inputs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs compute capability 9.0"
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 _FIRST = 4  # launches of a first call: one of the forward, three of the backward
 
 

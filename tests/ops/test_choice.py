@@ -342,6 +342,26 @@ class TestLaunch:
         assert [call(*self.inputs), call(*self.inputs)] == ["triton"] * 2
         assert len(asked) == 1 and len(caplog.records) == 1 and "no plan" in caplog.text
 
+    @pytest.mark.parametrize(
+        ("capability", "works", "found"), [(90, True, "gluon"), (90, False, "triton"), (100, True, "triton")]
+    )
+    def test_what_computes_instead_of_cudnn(self, capability: int, works: bool, found: str) -> None:
+        made = []
+
+        def make(kernel: str) -> Any:
+            made.append(kernel)
+
+            def call(*tensors: Tensor) -> str:
+                if kernel == "cudnn" or not works:
+                    raise RuntimeError("no plan")
+                return kernel
+
+            return call
+
+        call = cuda._or_next(make, self.triton, problem(capability=capability), "cudnn")
+        assert [call(*self.inputs), call(*self.inputs)] == [found] * 2
+        assert made == (["gluon", "cudnn"] if capability == 90 else ["cudnn"])
+
     def test_out_of_memory_is_no_missing_plan(self) -> None:
         def full(*tensors: Tensor) -> None:
             raise torch.OutOfMemoryError("full")
