@@ -10,10 +10,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+_LOOK_EVERY = 0.5  # seconds between looks at whether the processes are there
 
 
 def running() -> bool:
@@ -45,6 +49,23 @@ def submit(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
     AsyncCompile.use_process_pool()  # asks for a sign of life: `ready` would do so too late
     return AsyncCompile.process_pool().submit(function, *args)
+
+
+def result(future: Future[Any], seconds: float) -> Any:
+    """What a call gave or raised; TimeoutError if it is not there in time, or the processes are gone.
+
+    A pool whose process was killed leaves its futures open, in every version.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    end = time.monotonic() + seconds
+    while not future.done():
+        process = getattr(AsyncCompile.process_pool(), "process", None)  # a pool of Python's own has none
+        gone = process is not None and process.poll() is not None
+        if gone or time.monotonic() >= end:
+            raise TimeoutError
+        futures.wait([future], min(_LOOK_EVERY, max(0.0, end - time.monotonic())))
+    return future.result()
 
 
 class Surroundings(NamedTuple):

@@ -70,8 +70,8 @@ def join(kernel: Any, constants: dict[str, Any], args: tuple[Any, ...]) -> None:
         future = _begun.pop(_key(kernel, constants, args, torch.cuda.current_device()), None)
         # Processes that are still starting would be waited for longer than compiling takes.
         if future is not None and (future.done() or compile_workers.ready()):
-            log.debug("%s was compiled ahead: %s", kernel, future.result(_PATIENCE))
-    except futures.TimeoutError:  # it is dead, or busy for long
+            log.debug("%s was compiled ahead: %s", kernel, compile_workers.result(future, _PATIENCE))
+    except TimeoutError:  # they are dead, or busy for long
         log.debug("%s isn't compiled yet", kernel)
         _begun.clear()
     except Exception as error:  # the launch will meet it again, and knows what to do

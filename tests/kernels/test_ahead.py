@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -178,6 +179,22 @@ def test_workers_that_fail_or_are_gone_are_left_to_the_launch() -> None:
     ahead.begin(kernel, {"N": 2}, (META,), 90, 0)
     Launch(kernel, {"N": 2}, (1,), (torch.zeros(1),))()
     assert kernel.launches == 2 and not ahead._begun
+
+
+@pytest.mark.usefixtures("no_workers")
+def test_a_killed_pool_is_not_waited_for() -> None:
+    pool = AsyncCompile.process_pool()
+    assert compile_workers.submit(os.getpid).result(120)
+    pool.process.send_signal(signal.SIGSTOP)  # what is submitted stays
+    kernel = _Kernel()
+    ahead.begin(kernel, {}, (META,), 90, 0)
+    killer = threading.Timer(0.2, pool.process.kill)
+    killer.start()
+    begin = time.monotonic()
+    Launch(kernel, {}, (1,), (torch.zeros(1),))()
+    assert kernel.launches == 1 and not ahead._begun
+    assert time.monotonic() - begin < ahead._PATIENCE / 2
+    killer.join()
 
 
 def _call(kind: Any, diagonal: int = 0) -> tuple[list[Launch], tuple[Tensor | None, ...], dict[str, Any]]:
