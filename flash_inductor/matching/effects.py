@@ -71,7 +71,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     first = [node.args[0] if node.args else node.kwargs.get("input")]
     c = canonical.call(node)
     if c is not None:
-        return _nodes(out + ([c.args.get("input")] if c.inplace else []))
+        return _nodes([*out, c.args.get("input")] if c.inplace else out)
     if node.op == "call_method":
         name = str(node.target)
         return _nodes(out + (first if _writes_by_name(name) else []))
@@ -102,8 +102,10 @@ def _writes_by_name(name: str) -> bool:
 
 
 def _nodes(args: Iterable[Any]) -> list[fx.Node]:
+    given = list(args)
     found: list[fx.Node] = []
-    fx.map_arg(list(args), found.append)
+    if given:  # most operations write nothing
+        fx.map_arg(given, found.append)
     return found
 
 
