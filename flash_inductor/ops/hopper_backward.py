@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import triton
 from torch import Tensor
 
 from ..kernels.hopper.backward import backward_kernel
@@ -25,17 +26,21 @@ class BackwardConfig:
     stages: int
     ds_buffers: int = 2
     ahead: bool = False
+    park: bool = False
     main_registers: int = 216
     dq_registers: int = 72
     heads_at_once: int | None = None
 
 
+# Since 3.8 Triton copies a register operand before each product, and the ptxas that comes with 3.9 (13.4) has no
+# registers for P twice: it spills up to 984 bytes a thread and serialises the products.  Parked, at most 200, and none.
+_PARK = [int(part) for part in triton.__version__.split(".")[:2]] >= [3, 9]
 # By the columns that are computed: those of a head dim in one or two powers of two.
 _CONFIGS = {
     (64, 0): BackwardConfig(stages=4),
-    (64, 16): BackwardConfig(stages=3),
-    (64, 32): BackwardConfig(stages=3),
-    (128, 0): BackwardConfig(stages=3),
+    (64, 16): BackwardConfig(stages=3, park=_PARK),
+    (64, 32): BackwardConfig(stages=3, park=_PARK),
+    (128, 0): BackwardConfig(stages=3, park=_PARK),
 }
 
 
@@ -132,7 +137,7 @@ def _main(
         "HAS_LOWER": has_lower, "HAS_UPPER": has_upper, "RAGGED": ragged, "SOFTCAP": has_softcap,
         "DETERMINISTIC": deterministic, "BLOCK_M": _QUERIES, "BLOCK_N": _KEYS,
         "DIM": tile_columns(width), "FIRST": first_part, "SECOND": second_part, "STAGES": c.stages,
-        "DS_BUFFERS": c.ds_buffers, "AHEAD": c.ahead, "MAIN_REGISTERS": c.main_registers,
-        "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
+        "DS_BUFFERS": c.ds_buffers, "AHEAD": c.ahead, "PARK": c.park or has_softcap,
+        "MAIN_REGISTERS": c.main_registers, "DQ_REGISTERS": c.dq_registers, "num_warps": 4,
     }  # fmt: skip
     return c, constants

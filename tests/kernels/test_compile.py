@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import tempfile
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
@@ -19,6 +21,9 @@ from flash_inductor.kernels.configs import Config, Kind, configs, shared_memory_
 from flash_inductor.kernels.forward import forward_kernel
 
 _KERNELS: dict[Kind, Any] = {"fwd": forward_kernel, "dq": grad_query_kernel, "dkdv": grad_key_value_kernel}
+VERSION = ".".join(triton.__version__.split(".")[:2])
+# What Triton itself tells ptxas, since 3.7; registers and spills depend on it.
+_OPTIONS = [x for x in ("--regAllocOptLevel=2",) if x in inspect.getsource(compiler)]
 _ROW_STRIDES = ("sqm", "skn", "svn", "som", "sdm", "sgm", "sgkn", "sgvn")
 # Bytes a block may use, by compute capability.
 SHARED_MEMORY = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -70,7 +75,7 @@ def resources(compiled: Any) -> Resources:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [tool.path, "-v", f"-arch={target.group(1)}", file.name, "-o", "/dev/null"]
+        command = [tool.path, "-v", *_OPTIONS, f"-arch={target.group(1)}", file.name, "-o", "/dev/null"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
     def number(pattern: str) -> int:
@@ -91,26 +96,28 @@ def resources(compiled: Any) -> Resources:
 def check_hopper(found: Resources, spilled: int) -> None:
     """A Gluon kernel may spill so many bytes a thread, and its products must overlap with other work.
 
-    Where it was tuned, Triton 3.6 and 3.7.  3.9 compiles other code (of the backward at head dim 128 ptxas serialises
-    the products): right, but slower than it could be.
+    The ptxas that comes with Triton 3.9 (13.4) spills more than those the kernels were tuned with, 12.8 and 12.9.
     """
     assert found.wgmmas > 0
     assert found.shared_memory <= SHARED_MEMORY[90]
-    if triton.__version__.startswith(("3.6.", "3.7.")):
-        assert found.warnings == (), "ptxas serialises the products"
-        assert found.spilled_bytes <= spilled, found
+    assert found.warnings == (), "ptxas serialises the products"
+    assert found.spilled_bytes <= spilled + (128 if VERSION == "3.9" else 0), found
 
 
 # Bytes a thread may spill in the default config on sm_90: what it spills today, rounded up.  The table is ordered by
 # measured speed, and the fastest dK/dV tiles spill a little: their two accumulators fill the register file.
-# Triton 3.6 spills more there, so it has budgets of its own: one loose number for both would guard neither.
+# Other Tritons than 3.7 have budgets of their own: one loose number for all would guard none.
 _BUDGETS: dict[tuple[Kind, int], int] = {
     ("fwd", 64): 16, ("dq", 64): 48, ("dkdv", 64): 0,
     ("fwd", 128): 0, ("dq", 128): 0, ("dkdv", 128): 100,
     ("fwd", 256): 64, ("dq", 256): 128, ("dkdv", 256): 128,
 }  # fmt: skip
 
-_BUDGETS_TRITON_3_6: dict[tuple[Kind, int], int] = {("dkdv", 128): 192, ("dkdv", 256): 448}
+_BUDGETS_OF: dict[str, dict[tuple[Kind, int], int]] = {
+    "3.6": {("dkdv", 128): 192, ("dkdv", 256): 448},
+    "3.8": {("dkdv", 256): 144},
+    "3.9": {("dkdv", 256): 416},
+}
 
 
 @pytest.mark.parametrize(("kind", "head_dim"), _BUDGETS)
@@ -120,8 +127,7 @@ def test_hopper(kind: Kind, head_dim: int) -> None:
     assert found.wgmmas > 0
     assert found.async_copies > 0, "loads aren't pipelined"
     assert found.warnings == (), "ptxas serialises the wgmma"
-    old = triton.__version__.startswith("3.6.")
-    budget = {**_BUDGETS, **(_BUDGETS_TRITON_3_6 if old else {})}[kind, head_dim]
+    budget = {**_BUDGETS, **_BUDGETS_OF.get(VERSION, {})}[kind, head_dim]
     assert found.spilled_bytes <= budget, found
     assert found.shared_memory <= shared_memory_bytes(kind, config, head_dim, head_dim, 2, 90) <= SHARED_MEMORY[90]
 
@@ -132,7 +138,7 @@ def test_hopper_softcap_window(kind: Kind) -> None:
     found = resources(compile_kernel(kind, 90, 256, config, softcap=True, lower=True))
     assert found.wgmmas > 0
     assert found.warnings == ()
-    assert found.spilled_bytes <= 256, found
+    assert found.spilled_bytes <= (416 if VERSION == "3.9" else 256), found
 
 
 def test_odd_head_dim_is_pipelined() -> None:
@@ -149,7 +155,7 @@ def test_other_architectures(arch: int, kind: Kind, head_dim: int) -> None:
     estimate = shared_memory_bytes(kind, config, head_dim, head_dim, 2, arch)
     assert found.shared_memory <= estimate <= SHARED_MEMORY[arch]
     assert found.async_copies > 0
-    assert found.spilled_bytes <= 256, found
+    assert found.spilled_bytes <= (272 if VERSION == "3.6" else 256), found
 
 
 @pytest.mark.parametrize("arch", [86, 100])

@@ -27,6 +27,7 @@ _FOLDER = Path(package.__path__[0])
 _PLAIN = BackwardConfig(stages=3)
 _SHORT = BackwardConfig(stages=2, ds_buffers=1)
 _AHEAD = BackwardConfig(stages=4, ahead=True)
+_PARK = BackwardConfig(stages=3, park=True)
 _CASES: dict[str, tuple[BackwardConfig, dict[str, Any], MaskSpec, float | None, bool]] = {
     # name: (config, sizes, band, softcap, deterministic)
     "full": (_PLAIN, {"q_len": 200, "kv_len": 333}, MaskSpec(), None, False),
@@ -43,6 +44,9 @@ _CASES: dict[str, tuple[BackwardConfig, dict[str, Any], MaskSpec, float | None, 
     "softcap": (_PLAIN, {"q_len": 150}, MaskSpec(upper=0), 2.0, False),
     "softcap_ahead": (_AHEAD, {"q_len": 300}, MaskSpec(upper=0), 2.0, False),
     "dim_128": (_PLAIN, {"q_len": 130, "head_dim": 128}, MaskSpec(upper=0), None, False),
+    "dim_128_parked": (_PARK, {"q_len": 130, "head_dim": 128}, MaskSpec(upper=0), None, False),
+    "dim_96_parked_in_turn": (_PARK, {"q_len": 300, "head_dim": 96}, MaskSpec(-100, 0), None, True),
+    "ahead_parked": (replace(_AHEAD, park=True), {"q_len": 200, "kv_len": 333}, MaskSpec(), None, False),
     "dim_80": (_PLAIN, {"q_len": 130, "head_dim": 80, "v_head_dim": 72}, MaskSpec(upper=0), None, True),
     "dim_96_ahead": (_AHEAD, {"q_len": 130, "head_dim": 96}, MaskSpec(upper=0), None, False),
     "full_in_turn": (_PLAIN, {"q_len": 200, "kv_len": 333}, MaskSpec(), None, True),

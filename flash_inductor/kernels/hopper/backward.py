@@ -56,10 +56,10 @@ def _scores(a, b, zero, FIRST: gl.constexpr, SECOND: gl.constexpr):
 
 
 @gluon.jit
-def _hand_over(ds16, ds_smem, ds_full, ds_empty, it, W: gl.constexpr, DS_BUFFERS: gl.constexpr, SOFTCAP: gl.constexpr):
+def _hand_over(ds16, ds_smem, ds_full, ds_empty, it, W: gl.constexpr, DS_BUFFERS: gl.constexpr, PARK: gl.constexpr):
     """dS of block ``it`` to the dq warpgroup."""
     buf = it % DS_BUFFERS
-    if not SOFTCAP:  # with it, the buffer is ours already
+    if not PARK:  # with it, the buffer is ours already
         mbarrier.wait(ds_empty.index(buf), ((it // DS_BUFFERS) & 1) ^ 1)
     ds_smem.index(2 * buf + W).store(ds16)
     fence_async_shared()
@@ -71,12 +71,14 @@ def _main_program(
     W: gl.constexpr, dk_desc, dv_desc, k_smem, v_smem, q_bufs, ds_smem, bars, place, band, numbers,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr,
     STAGES: gl.constexpr, DS_BUFFERS: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    RAGGED: gl.constexpr, SOFTCAP: gl.constexpr, AHEAD: gl.constexpr,
+    RAGGED: gl.constexpr, SOFTCAP: gl.constexpr, AHEAD: gl.constexpr, PARK: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of half W of the keys.
 
     AHEAD: the next S is begun before this block's P, and dK is still in flight during the next block's, so that the
     tensor cores have work during the exponentials; takes 32 registers that head dims above 64 don't have.
+
+    PARK: P, or with a softcap its slope, waits for dP in the dS buffer, not in registers; always with SOFTCAP.
     """
     kv_full, q_full, do_full, empty, ds_full, ds_empty = bars
     batch, kv_head, block_n, _heads, group, _rows = place
@@ -150,11 +152,13 @@ def _main_program(
             if SOFTCAP:
                 p = gl.exp2(s - lse[None, :])
                 p16 = p.to(dtype)
-                # No registers for p (1 - t^2): it waits in the dS buffer.
                 mbarrier.wait(ds_empty.index(buf), ((it // DS_BUFFERS) & 1) ^ 1)
                 ds_smem.index(2 * buf + W).store((p * (1.0 - t * t)).to(dtype))
             else:
                 p16 = gl.exp2(s * score_scale - lse[None, :]).to(dtype)
+                if PARK:
+                    mbarrier.wait(ds_empty.index(buf), ((it // DS_BUFFERS) & 1) ^ 1)
+                    ds_smem.index(2 * buf + W).store(p16)
             # All of P is 16 bit before dP may begin: S and dP don't both live in full.
             p16 = pin16(p16)
             mbarrier.wait(do_full.index(stage), phase)
@@ -173,7 +177,7 @@ def _main_program(
                     mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
             else:
                 dp = warpgroup_mma_wait(2 if SECOND else 1, [dp])
-            slope = ds_smem.index(2 * buf + W).load(s_layout) if SOFTCAP else p16
+            slope = ds_smem.index(2 * buf + W).load(s_layout) if PARK else p16
             ds = slope.to(gl.float32) * (dp - delta[None, :])
             ds16 = ds.to(dtype)
             # dS takes longer than dV: this wait is free and releases P's registers.
@@ -181,7 +185,7 @@ def _main_program(
                 dv, dv2 = warpgroup_mma_wait(0, [dv, dv2])
             else:
                 dv = warpgroup_mma_wait(0, [dv])
-            _hand_over(ds16, ds_smem, ds_full, ds_empty, it, W, DS_BUFFERS, SOFTCAP)
+            _hand_over(ds16, ds_smem, ds_full, ds_empty, it, W, DS_BUFFERS, PARK)
             if AHEAD:
                 packed = pack16(ds16)
             else:
@@ -234,7 +238,7 @@ def backward_kernel(
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, RAGGED: gl.constexpr, SOFTCAP: gl.constexpr,
     DETERMINISTIC: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
     FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, DS_BUFFERS: gl.constexpr, AHEAD: gl.constexpr,
-    MAIN_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr,
+    PARK: gl.constexpr, MAIN_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of keys * batch * key heads,), 4 warps (of the first main; the rest is added by Gluon).
 
@@ -310,10 +314,10 @@ def backward_kernel(
     gl.warp_specialize([
         (_main_program, (0, dk_desc, dv_desc, k_smem, v_smem, q_bufs, ds_smem, bars, place, band, numbers,
                          BLOCK_M, BLOCK_N, DIM, FIRST, SECOND, STAGES, DS_BUFFERS, HAS_LOWER, HAS_UPPER, RAGGED,
-                         SOFTCAP, AHEAD)),
+                         SOFTCAP, AHEAD, PARK)),
         (_main_program, (1, dk_desc, dv_desc, k_smem, v_smem, q_bufs, ds_smem, bars, place, band, numbers,
                          BLOCK_M, BLOCK_N, DIM, FIRST, SECOND, STAGES, DS_BUFFERS, HAS_LOWER, HAS_UPPER, RAGGED,
-                         SOFTCAP, AHEAD)),
+                         SOFTCAP, AHEAD, PARK)),
         (dq_program, (q_descs, k_desc, v_desc, dq_desc, turns, k_smem, v_smem, q_bufs, ds_smem, dq_smem, bars, place,
                        band, BLOCK_M, BLOCK_N, DIM, STAGES, DS_BUFFERS, DETERMINISTIC, HAS_LOWER)),
     ], [4, 4], [MAIN_REGISTERS, DQ_REGISTERS])  # fmt: skip
