@@ -12,7 +12,7 @@ from . import canonical, products, sinks
 from .canonical import Arg, Call, tensor
 from .products import Product
 from .program import Program, Refused, constant, same_shape, same_size
-from .scoring import Cast, Floor, Mask, Scale, Shift, Sink, Step, Tanh
+from .scoring import Cast, Factor, Floor, Mask, Scale, Shift, Sink, Step, Tanh
 
 MAX_STEPS = 64
 
@@ -90,17 +90,25 @@ def _scale(program: Program, c: Call, depth: int) -> Chain:
     if factor is None and c.op == "mul" and (first := constant(program, a, c.node)) is not None:
         a, b, factor = b, a, first
     if factor is None:
-        if not same_shape(tensor(a), tensor(c.node)):
+        if not same_shape(tensor(a), tensor(c.node)) and c.op == "mul":
             a, b = b, a
-        raise Refused(
-            f"the scores are {'multiplied' if c.op == 'mul' else 'divided'} by `{b}`, which isn't a constant; "
-            "use a Python number (under dynamic=True, one that isn't an argument of the compiled function)"
-        )
+        if not isinstance(b, fx.Node) or not _same_for_all_keys(b):
+            raise Refused(
+                f"the scores are {'multiplied' if c.op == 'mul' else 'divided'} by `{b}`, which is neither a constant "
+                "nor a tensor that is the same for all keys; use a Python number (under dynamic=True, one that isn't "
+                "an argument of the compiled function), or a tensor whose last dim is 1"
+            )
+        return _inner(program, c, a, depth).then(c.node, Factor(b, c.node, c.op == "div"))
     if c.op == "div":
         if factor == 0:
             raise Refused("the scores are divided by 0; divide by the square root of the head dim")
         factor = 1 / factor
     return _inner(program, c, a, depth).then(c.node, Scale(factor))
+
+
+def _same_for_all_keys(node: fx.Node) -> bool:
+    value = tensor(node)
+    return value is not None and (value.dim() == 0 or (isinstance(value.shape[-1], int) and value.shape[-1] == 1))
 
 
 def _tanh(program: Program, c: Call, depth: int) -> Chain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,6 +21,7 @@ from .operands import NO_OPERANDS, Operands, Table, arguments
 from .plan import Input, Plan
 from .products import Label
 from .program import Refused, same_shape, same_strides
+from .temperature import Temperature, applied
 
 aten = torch.ops.aten
 _COPIED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
@@ -181,6 +183,7 @@ def replacement(
     operands: Operands = NO_OPERANDS,
     table: Table | None = None,
     blind_mean: bool = False,
+    temperatures: Sequence[Temperature] = (),
 ) -> tuple[Emitter, fx.Node]:
     """Emit what computes ``site`` by the op.  Raises Refused, having emitted nothing, if that fails.
 
@@ -190,10 +193,13 @@ def replacement(
         private: the result will be written to, so it must not be the tensor that the op saves for its backward.
         operands, table: what the site has besides query, key and value, and the scores' dims that it refers to.
         blind_mean: a row that sees nothing is the mean of all values, where the op gives 0.
+        temperatures: what the query is multiplied by first.
     """
     e = Emitter(site, plan.query.node)
     try:
         tensors = [_operand(e, plan, source) for source in plan.inputs]
+        if temperatures and table is not None:
+            tensors[0] = applied(e, plan, table, temperatures, tensors[0])
         if autocast is None:
             tensors = [
                 x if tensor(x).dtype is dtype else e.call(aten.to.dtype, x, dtype)  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,6 +132,11 @@ class Operands:
             self.dropout_p or other.dropout_p,
         )
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        given = (*self.bias, *self.mask, self.query_segments, self.key_segments)
+        return tuple(part for part in given if part is not None)
+
     def words(self) -> tuple[str, ...]:
         """For reports, as `AttentionSpec.extras`."""
         found = []
@@ -195,13 +200,13 @@ def arguments(e: Emitter, plan: Plan, table: Table | None, given: Operands) -> d
         return {}
     found: dict[str, Any] = {}
     if given.bias:
-        biases = [_bias(e, plan, _pairs(e, plan, table, part), part.factor, len(given.bias)) for part in given.bias]
+        biases = [_bias(e, plan, pairs(e, plan, table, part), part.factor, len(given.bias)) for part in given.bias]
         found["bias"] = _folded(e, aten.add.Tensor, biases)
     if given.mask:
-        found["mask"] = _folded(e, aten.bitwise_and.Tensor, [_pairs(e, plan, table, part) for part in given.mask])
+        found["mask"] = _folded(e, aten.bitwise_and.Tensor, [pairs(e, plan, table, part) for part in given.mask])
     if given.query_segments is not None and given.key_segments is not None:
-        found["query_segments"] = _ids(e, _pairs(e, plan, table, given.query_segments), 3)
-        found["key_segments"] = _ids(e, _pairs(e, plan, table, given.key_segments), 2)
+        found["query_segments"] = _ids(e, pairs(e, plan, table, given.query_segments), 3)
+        found["key_segments"] = _ids(e, pairs(e, plan, table, given.key_segments), 2)
     if given.sinks is not None:
         heads, size = tensor(given.sinks), plan.shape(plan.query)[1]
         if heads is None or heads.dim() != 1 or not same_size(heads.shape[0], size):
@@ -257,7 +262,7 @@ def _ids(e: Emitter, node: fx.Node, dim: int) -> fx.Node:
     return node if value is None or value.dtype is torch.int32 else e.call(aten.to.dtype, node, torch.int32)
 
 
-def _pairs(e: Emitter, plan: Plan, table: Table | None, part: Part) -> fx.Node:
+def pairs(e: Emitter, plan: Plan, table: Table | None, part: Part) -> fx.Node:
     """A part as [batch, heads, queries, keys] of the op, each dim 1 or full."""
     value, query = tensor(part.node), tensor(plan.query.node)
     if table is None or value is None or query is None:
@@ -384,17 +389,10 @@ def _one_dim(
     return e.call(aten.flatten.using_ints, node, start, start + len(group) - 1)
 
 
-def check_kept(program: Any, given: Operands) -> None:
+def check_kept(program: Any, parts: Sequence[Part]) -> None:
     """Raise Refused if a part is written to after it was read: the op reads it later, and keeps it for its backward."""
-    parts = (*given.bias, *given.mask, given.query_segments, given.key_segments)
     for part in parts:
-        if part is None:
-            continue
         writes = program.writes_between(part.node, program.position[part.since], len(program.nodes))
         if writes:
             writer = writes[0][0].name
             raise Refused(f"the mask `{part.node.name}` is written to in place by `{writer}`; write to a clone of it")
-
-
-def scaled(part: Part, factor: float) -> Part:
-    return part if factor == 1.0 else replace(part, factor=part.factor * factor)

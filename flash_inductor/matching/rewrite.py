@@ -176,9 +176,8 @@ def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
             )
     proof = meaning.prove()
     operands = meaning.operands.merged(proof.operands)
-    check_kept(program, operands)
-    parts = (*operands.bias, *operands.mask, operands.query_segments, operands.key_segments)
-    if any(effects.shares_memory(part.node, x) for part in parts if part is not None for x in program.fragile):
+    check_kept(program, [*operands.parts, *(t.part for t in meaning.temperatures)])
+    if any(effects.shares_memory(part.node, x) for part in operands.parts for x in program.fragile):
         raise Refused("the mask is an argument of a nested_compile_region, which Inductor overwrites; make it inside")
     spec = AttentionSpec(
         scale=meaning.scale_with(plan), mask=proof.mask, softcap=meaning.softcap, extras=operands.words()
@@ -203,6 +202,7 @@ def _replace(match: sites.Match, program: Program, outcome: _Outcome) -> None:
         private=private,
         operands=operands,
         table=meaning.table,
+        temperatures=meaning.temperatures,
         blind_mean=proof.finite and bool(operands.mask or operands.query_segments is not None),
     )
     if proof.buffers and not buffers.guard_unchanged(proof.buffers):

@@ -18,6 +18,15 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """The scores are multiplied, or divided, by ``node``, which is the same for all keys: a learned temperature."""
+
+    node: fx.Node
+    at: fx.Node
+    divided: bool
+
+
+@dataclass(frozen=True)
 class Tanh:
     pass
 
@@ -61,18 +70,19 @@ class Sink:
     first: bool
 
 
-Step = Scale | Tanh | Shift | Floor | Cast | Mask | Sink
+Step = Scale | Factor | Tanh | Shift | Floor | Cast | Mask | Sink
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """scores = mask(softcap(scale * q @ k.T))."""
+    """scores = mask(softcap(scale * factors * q @ k.T))."""
 
     scale: float
     softcap: float | None
     masks: list[Mask]
     dtypes: set[torch.dtype]
     sink: Sink | None = None
+    factors: tuple[Factor, ...] = ()
 
 
 def interpret(steps: list[Step]) -> Scoring:
@@ -80,6 +90,7 @@ def interpret(steps: list[Step]) -> Scoring:
     scale, cap, masks, dtypes = 1.0, None, [], set()
     capped: float | None = None  # the factor inside tanh, once there was one
     sink: Sink | None = None
+    factors: list[Factor] = []
     shifted = False
     for step in steps:
         if sink is not None and not isinstance(step, (Cast, Shift)):
@@ -99,6 +110,13 @@ def interpret(steps: list[Step]) -> Scoring:
             if capped is not None or masks:
                 raise Refused("tanh comes twice, or after a mask; apply one softcap, before masks and biases")
             capped, cap = scale, 1.0
+        elif isinstance(step, Factor):
+            if masks or cap is not None:
+                raise Refused(
+                    f"masked or capped scores are scaled by the tensor `{step.node.name}`; "
+                    "scale before masks, biases and the softcap"
+                )
+            factors.append(step)
         elif isinstance(step, Shift):
             shifted = True
         elif isinstance(step, Floor):
@@ -128,7 +146,7 @@ def interpret(steps: list[Step]) -> Scoring:
     for mask in masks:
         if mask.kind != "additive" and mask.fill > NEGLIGIBLE:
             raise Refused(f"masked scores are set to {mask.fill:g}, which does not hide them; use float('-inf')")
-    return Scoring(scale, cap, masks, dtypes, sink)
+    return Scoring(scale, cap, masks, dtypes, sink, tuple(factors))
 
 
 def _index_of_tanh(steps: list[Step]) -> int:

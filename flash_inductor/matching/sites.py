@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..spec import MaskSpec
-from . import canonical, chain, effects, mask_split, masks, plan, probabilities, products, safety, sinks
+from . import canonical, chain, effects, mask_split, masks, plan, probabilities, products, safety, sinks, temperature
 from .canonical import Call, call, tensor
 from .masks import MaskProof, Refusal
 from .operands import NO_OPERANDS, Operands, Table
@@ -18,6 +18,7 @@ from .plan import Plan
 from .products import Operand, Scores, Values
 from .program import Program, Refused, constant, same_size
 from .scoring import interpret
+from .temperature import Temperature
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Meaning:
     dtypes: set[torch.dtype]
     table: Table
     operands: Operands = NO_OPERANDS  # without those that ``prove`` finds
+    temperatures: tuple[Temperature, ...] = ()
 
     def scale_with(self, plan: Plan) -> float | None:
         if plan.scale == 1.0:
@@ -158,8 +160,8 @@ def _softmax_chain(program: Program, c: Call) -> Meaning:
     scoring = interpret(before.steps)
     tail.check_cut(scoring.sink)
     scores = products.scores_of(before.product)
-    if scoring.masks and not scores.masks_ok:
-        raise Refused("masked scores need the query and key dims last; permute them")
+    if (scoring.masks or scoring.factors) and not scores.masks_ok:
+        raise Refused("scores that are masked or scaled by a tensor need the query and key dims last; permute them")
     names, regrouped = scores.out, False
     if before.regrouped or tail.regrouped:
         names, regrouped = probabilities.labels_of(tail, before.product.node, scores)
@@ -203,7 +205,10 @@ def _softmax_chain(program: Program, c: Call) -> Meaning:
     # Probabilities in the result's dtype, because the values have it, are as precise as the result.
     between = {t.dtype for x in tail.nodes if (t := tensor(x)) is not None} - {out.dtype}
     dtypes = scoring.dtypes | {result.dtype} | between
-    return Meaning(last, matched, layout, scoring.scale, scoring.softcap, prove, autocast, dtypes, table, operands)
+    return Meaning(
+        last, matched, layout, scoring.scale, scoring.softcap, prove, autocast, dtypes, table, operands,
+        tuple(temperature.of(factor, layout, table) for factor in scoring.factors),
+    )  # fmt: skip
 
 
 def _autocast(first: products.Product, second: products.Product) -> torch.dtype | None:

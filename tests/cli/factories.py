@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Self-attention over [batch, length, 32]; with ``unknown`` the scores are divided by a tensor."""
+    """Self-attention over [batch, length, 32]; with ``unknown`` each key divides its scores."""
 
     def __init__(self, unknown: bool = False) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.qkv(x * scale).chunk(3, -1))
         scores = q @ k.mT
-        scores = scores / (q.sum() if self.unknown else 4.0)
+        scores = scores / (k.sum(-1).unsqueeze(-2) if self.unknown else 4.0)
         return (torch.softmax(scores, -1) @ v).transpose(1, 2).flatten(2)
 
 

@@ -37,7 +37,7 @@ def test_everything_replaced_is_exit_code_0(factory: str, capsys: pytest.Capture
 def test_a_site_left_alone_is_exit_code_1_with_cause_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     code, data = explained(capsys, f"{HERE}:refused")
     site = data["sites"][0]
-    assert code == 1 and "isn't a constant" in site["cause"] and site["remedy"]
+    assert code == 1 and "neither a constant" in site["cause"] and site["remedy"]
     assert main(["explain", f"{HERE}:refused"]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "0 of 1 attention site replaced" in text and "left alone" in text and "factories.py" in text

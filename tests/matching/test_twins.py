@@ -51,8 +51,8 @@ def mild_fill(q, k, v):
     return torch.softmax((q @ k.mT * 0.25).masked_fill(hidden(q.shape[2]), -1.0), -1) @ v
 
 
-@twin("isn't a constant", torch.tensor(0.25, requires_grad=True))
-def learned_scale(q, k, v, s):
+@twin("the same for all keys", torch.rand(12, requires_grad=True))
+def scale_of_each_key(q, k, v, s):
     return torch.softmax(q @ k.mT * s, -1) @ v
 
 
