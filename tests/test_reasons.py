@@ -16,7 +16,7 @@ PACKAGE = Path(flash_inductor.__file__).parent
 PASSED_ON = {
     "matching/mask_split.py: proof.reason",
     "matching/mask_split.py: Refusal(str(reason)).reason",
-    "matching/operands.py: reason",
+    "matching/emit_operands.py: reason",
     "matching/rewrite.py: ' '.join(reasons)",
     "matching/rewrite.py: unwanted",
     "matching/sites.py: both.reason",

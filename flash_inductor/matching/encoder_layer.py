@@ -13,7 +13,7 @@ from torch import fx
 
 from . import safety
 from .canonical import tensor
-from .emit import Emitter
+from .emitter import Emitter
 from .mha import Opened
 from .program import Program, Refused
 

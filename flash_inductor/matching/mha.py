@@ -17,7 +17,7 @@ from torch import fx
 
 from . import canonical, safety
 from .canonical import tensor
-from .emit import Emitter
+from .emitter import Emitter
 from .program import Program, Refused, constant
 
 aten = torch.ops.aten

@@ -5,23 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import torch
-from torch import fx
 
 from .canonical import tensor
-from .operands import Part, Table, pairs
+from .operands import Part, Table
+from .plan import Plan
 from .program import Refused
 from .scoring import Factor
-
-if TYPE_CHECKING:
-    from .emit import Emitter
-    from .plan import Plan
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -41,11 +31,3 @@ def of(factor: Factor, plan: Plan, table: Table) -> Temperature:
     if part.over_keys:
         raise Refused(f"`{factor.node.name}` scales each key's scores by another number; scale the key instead")
     return Temperature(part, factor.divided)
-
-
-def applied(e: Emitter, plan: Plan, table: Table, given: Sequence[Temperature], query: fx.Node) -> fx.Node:
-    """The query [batch, heads, queries, head dim] with the temperatures on it, in the dtype that torch promotes to."""
-    for temperature in given:
-        target = aten.div.Tensor if temperature.divided else aten.mul.Tensor
-        query = e.call(target, query, pairs(e, plan, table, temperature.part))
-    return query

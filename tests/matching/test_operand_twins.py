@@ -14,7 +14,7 @@ from site_helpers import capture, compile_and_compare, qkv
 from test_operands import B, D, H, N, anything, attend, columns, hf, learned, padding, ragged, rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_inductor.matching import operands
+from flash_inductor.matching import emit_operands
 from flash_inductor.matching.rewrite import rewrite_graph
 
 # name: (function, arguments, whether it is replaced, words of the report or of the reason)
@@ -279,7 +279,7 @@ def test_blocks_are_skipped_on_cuda() -> None:
                 cuda = torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device="cuda")
                 node.meta["example_value"] = cuda
     # on a build without CUDA nothing can be computed on fake CUDA tensors
-    with mock.patch.object(operands, "BLOCK_RANGES", _ranges):
+    with mock.patch.object(emit_operands, "BLOCK_RANGES", _ranges):
         (site,) = rewrite_graph(gm.graph)
     assert site.replaced, site.reason
     (ranges,) = [n for n in gm.graph.nodes if n.target is _ranges]
