@@ -25,6 +25,8 @@ from .cpu_problem import Part, Problem, Tile, cut, make_problem
 from .extras import Extras
 from .layout import empty_like_layout
 
+# With fewer keys than a vector register holds, 8 or 16 by the machine, ATen gives a row of NaN scores 0, and no NaN.
+_FEW_KEYS = 32
 NEGLIGIBLE = -(2.0**20)  # with a bias, a row with a smaller lse gives no gradients: see flash_inductor.reference
 
 
@@ -103,7 +105,8 @@ def forward(
     out = empty_like_layout(query, (*query.shape[:3], value.shape[3]))
     lse = query.new_empty(query.shape[:3], dtype=p.dtype)
     exact = p.hides and not _finite(key, value)
-    if not exact and _aten_takes(p, query, key, value):
+    lost = key.shape[2] < _FEW_KEYS and not _finite(query, key)
+    if not exact and not lost and _aten_takes(p, query, key, value):
         result, row_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *map(_unit_stride, (query, key, value)), 0.0, p.band != MaskSpec(), **_aten_options(p, query.dtype)
         )
@@ -192,7 +195,7 @@ def backward(
             lse = lse.masked_fill(lse == -math.inf, 0)
         results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *tensors,
-            lse.masked_fill(lse == -math.inf, 0) if p.padded else lse,
+            lse,
             0.0,
             p.band != MaskSpec(),
             **_aten_options(p, query.dtype),

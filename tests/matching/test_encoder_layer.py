@@ -42,6 +42,11 @@ def test_is_opened(norm_first: bool, activation: str) -> None:
 
 
 def test_dynamic_sizes() -> None:
+    with torch.no_grad():
+        try:
+            torch.compile(layer_of(), backend="eager", dynamic=True, fullgraph=True)(torch.randn(2, N, E))
+        except torch._dynamo.exc.Unsupported as error:  # as in torch 2.11: no graph holds the call, with or without us
+            pytest.skip(f"Dynamo can't trace the layer with symbolic sizes: {str(error).splitlines()[0]}")
     assert run(layer_of(), dynamic=True).sites[0].replaced
 
 

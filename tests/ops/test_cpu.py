@@ -126,6 +126,21 @@ def test_non_finite_values_reach_only_the_pairs_that_see_them(bad, where, name, 
         assert torch.allclose(got[finite].double(), expected[finite], atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [1, 5, 12, 17, 31, 40])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_row_of_nan_stays_nan(dtype, length, causal):
+    """ATen's kernels make 0 of it where there are fewer keys than a vector register holds."""
+    query, key, value = make_inputs(heads=2, q_len=length, dtype=dtype)
+    query[0, 0, length // 2] = torch.nan
+    key[0, 1] = torch.nan
+    out, lse = attn(query, key, value, is_causal=causal)
+    rows = torch.zeros(lse.shape, dtype=torch.bool)
+    rows[0, 0, length // 2] = rows[0, 1] = True
+    assert torch.equal(lse.isnan(), rows)
+    assert torch.equal(out.isnan(), rows.unsqueeze(-1).expand_as(out))
+
+
 def test_a_masked_value_may_be_infinite_on_the_aten_route():
     """Causal without anything else goes to ATen, which multiplies 0 by the infinite value."""
     query, key, value = make_inputs(q_len=64)
