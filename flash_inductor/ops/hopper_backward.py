@@ -38,7 +38,7 @@ _PARK = [int(part) for part in triton.__version__.split(".")[:2]] >= [3, 9]
 # By the columns that are computed: those of a head dim in one or two powers of two.
 _CONFIGS = {
     (64, 0): BackwardConfig(stages=4),
-    (64, 16): BackwardConfig(stages=3, park=_PARK),
+    (64, 16): BackwardConfig(stages=3),
     (64, 32): BackwardConfig(stages=3, park=_PARK),
     (128, 0): BackwardConfig(stages=3, park=_PARK),
 }
