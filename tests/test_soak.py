@@ -75,6 +75,16 @@ def test_lengths_change_and_the_longest_comes_first(soak: ModuleType) -> None:
     assert lengths == soak.lengths(args)
 
 
+def test_noise_is_about_one_rounding(soak: ModuleType) -> None:
+    """Whether the losses of few steps show it depends on the machine; the parameters do."""
+    args = soak.parse(["--device", "cpu"])
+    stock, noise = (
+        torch.nn.utils.parameters_to_vector(soak.make_model(x, args).parameters()) for x in ("stock", "noise")
+    )
+    assert 0.1 < (stock != noise).float().mean() < 0.9
+    torch.testing.assert_close(noise, stock, rtol=8 * torch.finfo(stock.dtype).eps, atol=0)
+
+
 def test_two_variants_learn_the_same(soak: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are rewritten as in a real run, but executed without Inductor: it's quick."""
 
@@ -95,6 +105,7 @@ def test_two_variants_learn_the_same(soak: ModuleType, monkeypatch: pytest.Monke
         torch._dynamo.utils.counters.clear()
         found[variant] = soak.train(variant, args)
     stock, plugin, noise = (found[name]["losses"] for name in ("stock", "plugin", "noise"))
-    assert len(stock) == 8 and stock != noise
-    assert max(abs(a - b) for a, b in zip(stock, plugin, strict=True)) < 1e-4
+    assert len(stock) == 8
+    for other in (plugin, noise):
+        assert max(abs(a - b) for a, b in zip(stock, other, strict=True)) < 1e-4
     assert set(found["plugin"]["graphs"].values()) == {1}
