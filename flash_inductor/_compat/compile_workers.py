@@ -12,8 +12,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -64,7 +63,7 @@ def result(future: Future[Any], seconds: float) -> Any:
         gone = process is not None and process.poll() is not None
         if gone or time.monotonic() >= end:
             raise TimeoutError
-        futures.wait([future], min(_LOOK_EVERY, max(0.0, end - time.monotonic())))
+        wait([future], min(_LOOK_EVERY, max(0.0, end - time.monotonic())))
     return future.result()
 
 

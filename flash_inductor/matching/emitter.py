@@ -53,7 +53,7 @@ class Emitter:
 
     def _compute(self, target: Any, autocast: bool) -> Any:
         """What gives a node's fake value: for our op its fake itself, where the dispatcher only adds time."""
-        plain = self.mode is not None and not autocast and type(self.source) is FakeTensor
+        plain = type(self.source) is FakeTensor and not autocast
         return attn_fake if target is attn and plain else target
 
     def undo(self) -> None:

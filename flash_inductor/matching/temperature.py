@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from .canonical import tensor
 from .operands import Part, Table
 from .plan import Plan
-from .program import Refused
 from .scoring import Factor
 
 
@@ -27,7 +26,4 @@ def of(factor: Factor, plan: Plan, table: Table) -> Temperature:
     scores = tensor(factor.at)
     assert scores is not None  # the walk came through it
     place = table.place(plan, factor.at, scores.shape)
-    part = Part.whole(factor.node, factor.at, place.table)
-    if part.over_keys:
-        raise Refused(f"`{factor.node.name}` scales each key's scores by another number; scale the key instead")
-    return Temperature(part, factor.divided)
+    return Temperature(Part.whole(factor.node, factor.at, place.table), factor.divided)

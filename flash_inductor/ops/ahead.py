@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Hashable
-from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from .._compat import compile_workers
 log = logging.getLogger(__name__)
 _PATIENCE = 30.0  # seconds that a launch waits for a worker, before it compiles itself
 _seen: set[Hashable] = set()
-_begun: dict[Hashable, futures.Future[str]] = {}  # that no launch has waited for
+_begun: dict[Hashable, Future[str]] = {}  # that no launch has waited for
 
 
 @dataclass(frozen=True)
